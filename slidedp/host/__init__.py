@@ -1,0 +1,1 @@
+"""Host side: memory, optimizer worker and its kernels."""

@@ -1,0 +1,322 @@
+"""Parallel CPU kernels over host-resident training state.
+
+BF16 arrays are numpy ``uint16`` bit images, because numpy has no BF16. Offsets and lengths of
+gradients and optimizer state are multiples of 64 elements (callers pad). Importing compiles
+nothing: the first call with a new dtype does (about 1 s), and Numba caches the result on disk.
+
+Every result is bit-identical for any thread count, and ``adamw_update`` also for any chunking:
+
+- No fast-math flag is set. With ``contract``, LLVM may fuse ``a*b + c*d`` one way in a vector body
+  and the other in its scalar remainder, so a value would depend on where its chunk ends. The
+  kernels wait for DRAM, so fused multiply-adds would buy nothing.
+- Threads share out whole blocks of ``_BLOCK`` elements counted from the start of the array, and a
+  sum over an array is built from one FP64 partial per block, combined in block order.
+
+``error_model="numpy"`` drops the zero-division check, which would keep loops from vectorizing.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numba
+import numpy as np
+from numba import prange
+from numba.extending import overload
+from numpy.typing import DTypeLike
+
+_BLOCK = 1024  # 18 KB for the five arrays of one AdamW block: half the first-level cache
+_SUM_LANES = 64  # running sums per block: fixed here, so no vector width can change the result
+
+_inline = numba.njit(nogil=True, error_model="numpy")
+_parallel = numba.njit(parallel=True, nogil=True, cache=True, error_model="numpy")
+
+
+def set_threads(n: int) -> None:
+    """Use ``n`` threads in kernels called from this Python thread (others keep their own count)."""
+    numba.set_num_threads(n)
+
+
+@_inline
+def _blocks(a):
+    return (a.size + _BLOCK - 1) // _BLOCK
+
+
+@_inline
+def _block(a, k):
+    return a[k * _BLOCK : (k + 1) * _BLOCK]
+
+
+# --- BF16 ----------------------------------------------------------------------------------------
+
+
+@_inline
+def _round_bf16(x):
+    """FP32 -> BF16 bits, round to nearest even. Rounding up could carry a NaN into inf or zero."""
+    u = np.float32(x).view(np.uint32)
+    rounded = np.uint16((u + np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))) >> 16)
+    return rounded if x == x else np.uint16(0x7FC0)
+
+
+def _load(x):
+    """A stored element, FP32 or BF16 bits, as FP32."""
+
+
+@overload(_load)
+def _(x):
+    if x == numba.float32:
+        return lambda x: x
+    return lambda x: np.uint32(np.uint32(x) << np.uint32(16)).view(np.float32)
+
+
+def _stored(x, a):
+    """FP32 ``x`` as array ``a`` stores it: FP32 or BF16 bits."""
+
+
+@overload(_stored)
+def _(x, a):
+    return (lambda x, a: x) if a.dtype == numba.float32 else (lambda x, a: _round_bf16(x))
+
+
+@_parallel
+def _to_bf16(src, dst):
+    for k in prange(_blocks(src)):
+        s, d = _block(src, k), _block(dst, k)
+        for i in range(s.size):
+            d[i] = _round_bf16(s[i])
+
+
+def to_bf16(src: np.ndarray, dst: np.ndarray) -> None:
+    """Round FP32 ``src[n]`` to nearest even into BF16 bits ``dst[n]``; any NaN becomes 0x7FC0."""
+    _check(src, "src", np.float32, multiple=1)
+    _check(dst, "dst", np.uint16, src.size, multiple=1)
+    _to_bf16(src, dst)
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+@_inline
+def _sum_block(landing, first, lane_stride, lanes, total):
+    """``total[:] = ((g0 + g1) + g2) + ...`` in FP32, where g_r starts at first + r*lane_stride."""
+    lane = landing[first : first + total.size]
+    for i in range(total.size):
+        total[i] = _load(lane[i])
+    for r in range(1, lanes):
+        lane = landing[first + r * lane_stride : first + r * lane_stride + total.size]
+        for i in range(total.size):
+            total[i] += _load(lane[i])
+
+
+@_inline
+def _square_block(x, sums):
+    """Sum of squares of one block in FP64; ``sums`` holds the running sums."""
+    sums[:] = 0.0
+    rows = x.reshape(x.size // _SUM_LANES, _SUM_LANES)  # x[row + j] would compile to gathers
+    for row in range(rows.shape[0]):
+        for j in range(_SUM_LANES):
+            value = np.float64(_load(rows[row, j]))
+            sums[j] += value * value
+    total = 0.0
+    for j in range(_SUM_LANES):
+        total += sums[j]
+    return total
+
+
+@_inline
+def _in_order(partial):
+    """Plain serial sum: ``partial.sum()`` in a parallel kernel would depend on the threads."""
+    total = 0.0
+    for k in range(partial.size):
+        total += partial[k]
+    return total
+
+
+@_parallel
+def _sum_lanes(landing, offset, lane_stride, lanes, out):
+    partial = np.empty(_blocks(out), np.float64)
+    for k in prange(partial.size):
+        o = _block(out, k)
+        total, sums = np.empty(_BLOCK, np.float32)[: o.size], np.empty(_SUM_LANES, np.float64)
+        _sum_block(landing, offset + k * _BLOCK, lane_stride, lanes, total)
+        for i in range(o.size):
+            o[i] = _stored(total[i], o)
+        partial[k] = _square_block(o, sums)
+    return _in_order(partial)
+
+
+@_parallel
+def _sum_of_squares(x):
+    partial = np.empty(_blocks(x), np.float64)
+    for k in prange(partial.size):
+        sums = np.empty(_SUM_LANES, np.float64)
+        partial[k] = _square_block(_block(x, k), sums)
+    return _in_order(partial)
+
+
+def sum_lanes(
+    landing: np.ndarray, offset: int, lane_stride: int, lanes: int, out: np.ndarray
+) -> float:
+    """Sum the ranks' gradients into ``out[n]`` and return the sum of squares of what was stored.
+
+    ``landing`` is the whole landing buffer, FP32 or BF16; rank r's gradient is the ``n`` elements
+    at ``offset + r*lane_stride``. The sum runs in FP32 in rank order and is rounded once to
+    ``out``, which has landing's dtype and may be lane 0 itself. The FP64 result is NaN or inf if
+    any stored element is.
+    """
+    _check(out, "out", landing.dtype)
+    _check_lanes(landing, offset, lane_stride, lanes, out.size)
+    return _sum_lanes(landing, int(offset), int(lane_stride), int(lanes), out)
+
+
+def sum_of_squares(x: np.ndarray) -> float:
+    """Sum of squares of ``x[n]`` (FP32 or BF16) in FP64; NaN or inf if any element is."""
+    _check(x, "x", x.dtype)
+    return _sum_of_squares(x)
+
+
+# --- optimizer -----------------------------------------------------------------------------------
+
+
+@_parallel
+def _adamw(p, m, v, working, landing, offset, lane_stride, lanes, c):
+    scale, keep, one_b1, b2, one_b2, inv_root, eps, rate = c
+    for k in prange(_blocks(p)):
+        pk, mk, vk = _block(p, k), _block(m, k), _block(v, k)
+        grad = np.empty(_BLOCK, np.float32)[: pk.size]
+        _sum_block(landing, offset + k * _BLOCK, lane_stride, lanes, grad)
+        for i in range(pk.size):
+            g = grad[i] * scale
+            mi = mk[i] + one_b1 * (g - mk[i])
+            vi = vk[i] * b2 + one_b2 * g * g
+            pk[i] = pk[i] * keep - rate * (mi / (np.sqrt(vi) * inv_root + eps))
+            mk[i], vk[i] = mi, vi
+        # Its own loop: one more written array above and LLVM gives up on proving no overlap.
+        if working is not None:
+            wk = _block(working, k)
+            for i in range(pk.size):
+                wk[i] = _round_bf16(pk[i])
+
+
+def adamw_update(
+    master: np.ndarray,
+    exp_avg: np.ndarray,
+    exp_avg_sq: np.ndarray,
+    working: np.ndarray | None,
+    landing: np.ndarray,
+    offset: int,
+    lane_stride: int,
+    lanes: int,
+    *,
+    grad_scale: float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+) -> None:
+    """One AdamW step on ``n`` parameters, in one pass over memory (28 B/parameter with BF16).
+
+    ``master``, ``exp_avg`` and ``exp_avg_sq`` are FP32 of length n, updated in place. ``working``
+    receives the new master as BF16 bits, or is None if ranks compute in FP32 and read ``master``.
+    ``landing`` (FP32 or BF16) holds the ranks' gradients as in ``sum_lanes``.
+
+    Decoupled weight decay (Loshchilov & Hutter 2019) with the operations of ``torch.optim.AdamW``,
+    where t is the 1-based ``step`` and g the scaled lane sum::
+
+        p *= 1 - lr*weight_decay
+        m += (1 - beta1) * (g - m)
+        v  = beta2*v + (1 - beta2)*g*g
+        p -= lr/(1 - beta1**t) * m / (sqrt(v)/sqrt(1 - beta2**t) + eps)
+    """
+    n = master.size
+    _check(master, "master", np.float32)
+    _check(exp_avg, "exp_avg", np.float32, n)
+    _check(exp_avg_sq, "exp_avg_sq", np.float32, n)
+    if working is not None:
+        _check(working, "working", np.uint16, n)
+    _check_lanes(landing, offset, lane_stride, lanes, n)
+    root, rate = math.sqrt(1 - beta2**step), lr / (1 - beta1**step)
+    factors = grad_scale, 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, 1 / root, eps, rate
+    c = tuple(np.float32(x) for x in factors)  # computed in FP64, rounded once
+    where = int(offset), int(lane_stride), int(lanes)
+    _adamw(master, exp_avg, exp_avg_sq, working, landing, *where, c)
+
+
+# --- filling -------------------------------------------------------------------------------------
+
+
+@_parallel
+def _fill(out, value):
+    for k in prange(_blocks(out)):
+        o = _block(out, k)
+        for i in range(o.size):
+            o[i] = _stored(value, o)
+
+
+def fill(out: np.ndarray, value: float) -> None:
+    """Set every element of ``out[n]`` (FP32 or BF16) to ``value``.
+
+    Fresh memory is mapped by the threads together, which is several times faster than by one.
+    """
+    _check(out, "out", out.dtype, multiple=1)
+    _fill(out, np.float32(value))
+
+
+@_inline
+def _mix(x):
+    """The output function of SplitMix64 (Steele, Lea & Flood 2014): a bijection on 64 bits."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@_parallel
+def _fill_normal(out, std, seed, stream):
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    key = _mix(_mix(seed + golden) + stream * golden)
+    for k in prange(_blocks(out)):
+        o = _block(out, k)
+        for i in range(0, o.size, 2):
+            bits = _mix(key + np.uint64((k * _BLOCK + i) // 2 + 1) * golden)
+            # Two 32-bit uniforms; the first is never 0, so the logarithm is finite (|z| < 6.7).
+            u = (np.float64(bits >> np.uint64(32)) + 1.0) * 2.0**-32
+            angle = np.float64(bits & np.uint64(0xFFFFFFFF)) * (2.0 * np.pi * 2.0**-32)
+            radius = std * math.sqrt(-2.0 * math.log(u))
+            o[i] = np.float32(radius * math.cos(angle))
+            if i + 1 < o.size:
+                o[i + 1] = np.float32(radius * math.sin(angle))
+
+
+def fill_normal(out: np.ndarray, std: float, seed: int, stream: int) -> None:
+    """Fill FP32 ``out[n]`` with N(0, std**2): a function of (seed, stream, index) alone.
+
+    Counter-based SplitMix64 and Box-Muller; different streams (one per parameter) are independent.
+    """
+    _check(out, "out", np.float32, multiple=1)
+    _fill_normal(out, float(std), np.uint64(seed), np.uint64(stream))
+
+
+# --- checks --------------------------------------------------------------------------------------
+
+
+def _check(
+    a: np.ndarray, name: str, dtype: DTypeLike, n: int | None = None, multiple: int = 64
+) -> None:
+    if a.dtype != dtype or a.dtype not in (np.float32, np.uint16):
+        raise ValueError(f"{name}: dtype {a.dtype}, expected {np.dtype(dtype)}")
+    if a.ndim != 1 or not a.flags.c_contiguous:
+        raise ValueError(f"{name}: must be 1-D and contiguous")
+    if a.size % multiple or n not in (None, a.size):
+        raise ValueError(f"{name}: {a.size} elements, expected {n or f'a multiple of {multiple}'}")
+
+
+def _check_lanes(landing: np.ndarray, offset: int, lane_stride: int, lanes: int, n: int) -> None:
+    _check(landing, "landing", landing.dtype)
+    if lanes < 1 or min(offset, lane_stride) < 0 or offset % 64 or lane_stride % 64:
+        raise ValueError(f"{lanes} lanes at {offset} + r*{lane_stride}: not multiples of 64")
+    if lanes > 1 and lane_stride < n:
+        raise ValueError(f"lanes of {n} elements overlap at stride {lane_stride}")
+    if offset + (lanes - 1) * lane_stride + n > landing.size:
+        raise ValueError(f"lanes of {n} elements end beyond the landing buffer ({landing.size})")

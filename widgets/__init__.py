@@ -1,0 +1,1 @@
+"""The Jupyter views, imported as slidedp.widgets."""
