@@ -154,9 +154,7 @@ def _sum_of_squares(x):
     return _in_order(partial)
 
 
-def sum_lanes(
-    landing: np.ndarray, offset: int, lane_stride: int, lanes: int, out: np.ndarray
-) -> float:
+def sum_lanes(landing: np.ndarray, offset: int, lane_stride: int, lanes: int, out: np.ndarray) -> float:
     """Sum the ranks' gradients into ``out[n]`` and return the sum of squares of what was stored.
 
     ``landing`` is the whole landing buffer, FP32 or BF16; rank r's gradient is the ``n`` elements
@@ -301,9 +299,7 @@ def fill_normal(out: np.ndarray, std: float, seed: int, stream: int) -> None:
 # --- checks --------------------------------------------------------------------------------------
 
 
-def _check(
-    a: np.ndarray, name: str, dtype: DTypeLike, n: int | None = None, multiple: int = 64
-) -> None:
+def _check(a: np.ndarray, name: str, dtype: DTypeLike, n: int | None = None, multiple: int = 64) -> None:
     if a.dtype != dtype or a.dtype not in (np.float32, np.uint16):
         raise ValueError(f"{name}: dtype {a.dtype}, expected {np.dtype(dtype)}")
     if a.ndim != 1 or not a.flags.c_contiguous:

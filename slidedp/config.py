@@ -1,0 +1,275 @@
+"""What a user may set: plain dataclasses, each field with its unit and default.
+
+The same classes serve Python, the command line (TOML) and the widgets. `Config.from_dict` refuses
+unknown or contradictory settings with one line that names the field and the accepted values.
+"""
+
+import dataclasses
+import difflib
+import math
+import os
+import tomllib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig
+
+from slidedp.errors import ConfigError
+
+DELIVERIES = ("replicated", "sharded", "broadcast")
+REDUCTIONS = ("cpu", "gpu", "gpu_root")
+ACTIVATIONS = ("keep", "recompute", "offload")
+SCHEDULES = ("in_forward", "in_backward")
+LR_SCHEDULES = ("constant", "linear", "cosine")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def _choice(name: str, value: Any, accepted: tuple[str, ...]) -> None:
+    if value not in accepted:
+        raise ConfigError(f"{name}={value!r}: expected one of {', '.join(accepted)}")
+
+
+def _at_least(name: str, value: Any, minimum: float, kind: Any = int) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind) or not value >= minimum:
+        noun = "an integer" if kind is int else "a number"
+        raise ConfigError(f"{name}={value!r}: expected {noun} of at least {minimum}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How one step is carried out. Every layout computes the same step; only its cost differs."""
+
+    delivery: str = "sharded"
+    """Host to GPU: `replicated` (every rank copies the whole unit), `sharded` (each rank copies 1/N,
+    then an all-gather between GPUs) or `broadcast` (rank 0 copies, then broadcasts)."""
+    reduction: str = "gpu"
+    """GPU to host: `cpu` (every rank lands its gradient, the worker sums), `gpu` (reduce-scatter,
+    each rank lands 1/N) or `gpu_root` (reduce to rank 0, which lands all)."""
+    chunk_bytes: int = 64 * 2**20
+    """Grain of transfer, reduction and update, in bytes. Rounded to whole alignment blocks."""
+    window: int = 3
+    """GPU slots that hold decoder layers."""
+    gradient_slots: int = 2
+    """GPU buffers that hold one decoder layer's gradients each."""
+    activations: str | tuple[str, ...] = "recompute"
+    """`keep`, `recompute` or `offload`: one mode for all decoder layers, or one for each."""
+    schedule: str = "in_forward"
+    """`in_forward`: units update in the next step's forward order, once the global norm is known.
+    `in_backward`: each unit updates as soon as its gradient is complete; clipping is impossible."""
+
+    def __post_init__(self) -> None:
+        _choice("layout.delivery", self.delivery, DELIVERIES)
+        _choice("layout.reduction", self.reduction, REDUCTIONS)
+        _choice("layout.schedule", self.schedule, SCHEDULES)
+        _at_least("layout.chunk_bytes", self.chunk_bytes, 4096)
+        _at_least("layout.window", self.window, 1)
+        _at_least("layout.gradient_slots", self.gradient_slots, 1)
+        if isinstance(self.activations, list):
+            object.__setattr__(self, "activations", tuple(self.activations))
+        modes = (self.activations,) if isinstance(self.activations, str) else self.activations
+        for mode in modes:
+            _choice("layout.activations", mode, ACTIVATIONS)
+
+    def activation_modes(self, layers: int) -> tuple[str, ...]:
+        """One mode per decoder layer."""
+        if isinstance(self.activations, str):
+            return (self.activations,) * layers
+        if len(self.activations) != layers:
+            raise ConfigError(
+                f"layout.activations names {len(self.activations)} layers, the model has {layers}: "
+                "give one mode, or one per layer"
+            )
+        return self.activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW as torch.optim.AdamW defines it, and its learning-rate schedule."""
+
+    lr: float = 1e-5
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    """Decoupled decay of matrices and embeddings; norms and biases are never decayed."""
+    clip_norm: float | None = 1.0
+    """Limit of the global gradient norm; None turns clipping off."""
+    warmup_steps: int = 0
+    """Steps over which the rate rises linearly from 0."""
+    lr_schedule: str = "constant"
+    """After the warm-up: `constant`, or `linear` / `cosine` decay to 0 at the last step."""
+
+    def __post_init__(self) -> None:
+        number = (int, float)
+        _at_least("optimizer.lr", self.lr, 0, number)
+        _at_least("optimizer.eps", self.eps, 0, number)
+        _at_least("optimizer.weight_decay", self.weight_decay, 0, number)
+        _at_least("optimizer.warmup_steps", self.warmup_steps, 0)
+        _choice("optimizer.lr_schedule", self.lr_schedule, LR_SCHEDULES)
+        if isinstance(self.betas, list):
+            object.__setattr__(self, "betas", tuple(self.betas))
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ConfigError(f"optimizer.betas={self.betas!r}: expected two numbers in [0, 1)")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ConfigError(f"optimizer.clip_norm={self.clip_norm!r}: expected a number above 0, or None")
+
+    def lr_at(self, step: int, steps: int) -> float:
+        """Learning rate of 0-based `step` in a run of `steps` (formulas of torch.optim.lr_scheduler)."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        progress = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
+        if self.lr_schedule == "linear":
+            return self.lr * (1 - progress)
+        if self.lr_schedule == "cosine":
+            return self.lr * (1 + math.cos(math.pi * progress)) / 2
+        return self.lr
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Where training text comes from."""
+
+    path: str
+    """A text file, a folder of text files, or a folder of prepared samples (`input_ids.npy` and
+    `labels.npy`, int32 [samples, sequence_length]; label -100 is no target)."""
+    tokenizer: str | None = None
+    """Folder or hub id of the tokenizer; None takes the model's own."""
+    suffixes: tuple[str, ...] = (".txt", ".md", ".py")
+    """File endings that are read from a folder of text files."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", os.fspath(self.path))
+        if isinstance(self.suffixes, list):
+            object.__setattr__(self, "suffixes", tuple(self.suffixes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One fine-tuning run."""
+
+    model: str | PretrainedConfig
+    """Folder or hub id of a Hugging Face causal language model; or a transformers config, which
+    starts from random weights."""
+    data: Data
+    sequence_length: int = 1024
+    """Tokens of a sequence."""
+    batch_size: int = 8
+    """Sequences of one step over all ranks; must be a multiple of `ranks`."""
+    steps: int = 100
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    layout: Layout = field(default_factory=Layout)
+    ranks: int | None = None
+    """Data-parallel processes; None takes every GPU, or 2 on a machine without one."""
+    device: str | None = None
+    """`cuda` or `cpu`; None takes CUDA where there is a GPU."""
+    compute_dtype: str | None = None
+    """`bfloat16` or `float32`; None takes bfloat16 on CUDA and float32 on CPU."""
+    compile: bool | None = None
+    """Compile the layer template with torch.compile; None compiles on CUDA."""
+    random_weights: bool = False
+    """Start from random weights even if `model` is a folder that has some."""
+    seed: int = 0
+    """Seeds the order of the samples and random weights."""
+    run_folder: str | None = None
+    """Where the run writes its metrics; None makes `runs/<date>-<time>`."""
+    host_memory_budget: float | None = None
+    """GiB of host memory the run may take; None asks the operating system and its cgroup."""
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_length", "batch_size", "steps"):
+            _at_least(name, getattr(self, name), 1)
+        if self.ranks is not None:
+            _at_least("ranks", self.ranks, 1)
+        if self.device is not None:
+            _choice("device", self.device, ("cuda", "cpu"))
+        if self.compute_dtype is not None:
+            _choice("compute_dtype", self.compute_dtype, tuple(DTYPES))
+        if self.host_memory_budget is not None:
+            _at_least("host_memory_budget", self.host_memory_budget, 0, (int, float))
+        if isinstance(self.model, os.PathLike):
+            object.__setattr__(self, "model", os.fspath(self.model))
+        if self.layout.schedule == "in_backward" and self.optimizer.clip_norm is not None:
+            raise ConfigError(
+                "layout.schedule='in_backward' cannot clip, since a unit updates before the global "
+                "norm is known: set optimizer.clip_norm=None, or layout.schedule='in_forward'"
+            )
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Config":
+        """Builds a config from nested plain values, as a TOML file holds them."""
+        return _from_dict(cls, values, "")
+
+    @classmethod
+    def from_toml(cls, path: str | Path) -> "Config":
+        """Reads a config from a TOML file."""
+        try:
+            values = tomllib.loads(Path(path).read_text())
+        except OSError as error:
+            raise ConfigError(f"{path}: {error.strerror}: give a TOML file") from error
+        except tomllib.TOMLDecodeError as error:
+            raise ConfigError(f"{path}: not TOML: {error}") from error
+        return cls.from_dict(values)
+
+    def resolved(self) -> "Config":
+        """This config with every None that stands for the machine's own choice filled in."""
+        gpus = torch.cuda.device_count()
+        device = self.device or ("cuda" if gpus else "cpu")
+        if device == "cuda" and not gpus:
+            raise ConfigError("device='cuda': no GPU is visible; set device='cpu'")
+        ranks = self.ranks or (gpus if device == "cuda" else 2)
+        if device == "cuda" and ranks > gpus:
+            raise ConfigError(f"ranks={ranks}: {gpus} GPU(s) are visible; set ranks to at most {gpus}")
+        if self.batch_size % ranks:
+            raise ConfigError(
+                f"batch_size={self.batch_size} cannot be split over {ranks} ranks: use a multiple of {ranks}"
+            )
+        return dataclasses.replace(
+            self,
+            device=device,
+            ranks=ranks,
+            compute_dtype=self.compute_dtype or ("bfloat16" if device == "cuda" else "float32"),
+            compile=(device == "cuda") if self.compile is None else self.compile,
+        )
+
+
+def _from_dict(cls: Any, values: Any, where: str) -> Any:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{where or 'config'}={values!r}: expected a table of settings")
+    hints = typing.get_type_hints(cls)
+    taken = {}
+    for name, value in values.items():
+        full = f"{where}.{name}" if where else name
+        if name not in hints:
+            near = difflib.get_close_matches(name, hints, 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(f"{full}: unknown setting; {hint}accepted: {', '.join(hints)}")
+        taken[name] = _coerce(hints[name], value, full)
+    missing = [
+        f.name
+        for f in dataclasses.fields(cls)
+        if f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+        and f.name not in taken
+    ]
+    if missing:
+        raise ConfigError(f"{where + '.' if where else ''}{missing[0]}: missing, and has no default")
+    return cls(**taken)
+
+
+def _coerce(hint: Any, value: Any, full: str) -> Any:
+    """Turns a TOML value into a field's type; refuses one that is of another kind."""
+    if dataclasses.is_dataclass(hint):
+        return _from_dict(hint, value, full)
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    plain = tuple(typing.get_origin(kind) or kind for kind in kinds)
+    if tuple in plain and isinstance(value, list):
+        return tuple(value)
+    if float in plain and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if (isinstance(value, bool) and bool not in plain) or not isinstance(value, plain):
+        names = ", ".join(kind.__name__ for kind in plain if kind is not type(None))
+        raise ConfigError(f"{full}={value!r}: expected {names}")
+    return value

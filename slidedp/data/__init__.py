@@ -1,0 +1,1 @@
+"""Training samples: text, prepared arrays, and their order."""

@@ -1,0 +1,80 @@
+"""Prepared samples on disk: two int32 arrays [samples, length] that are mapped, never read whole.
+
+`labels[s, i]` is the target of position i, the token after `input_ids[s, i]` (already shifted);
+NO_TARGET leaves a position out of the loss.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from slidedp.errors import ConfigError
+
+NO_TARGET = -100
+INPUT_IDS, LABELS = "input_ids.npy", "labels.npy"
+
+
+class Samples:
+    """A folder of prepared samples, opened memory-mapped and read-only."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.input_ids = _open(self.folder / INPUT_IDS)
+        self.labels = _open(self.folder / LABELS)
+        if self.input_ids.shape != self.labels.shape:
+            raise ConfigError(
+                f"{self.folder}: {INPUT_IDS} is {list(self.input_ids.shape)}, {LABELS} is "
+                f"{list(self.labels.shape)}: prepare both with the same [samples, length]"
+            )
+
+    @property
+    def count(self) -> int:
+        """Samples."""
+        return self.input_ids.shape[0]
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sample."""
+        return self.input_ids.shape[1]
+
+    def rows(self, indices: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """input_ids and labels of the samples at `indices` [n], each int64 [n, length]."""
+        input_ids = self.input_ids[indices].astype(np.int64)
+        labels = self.labels[indices].astype(np.int64)
+        return torch.from_numpy(input_ids), torch.from_numpy(labels)
+
+
+def write_samples(folder: str | Path, input_ids: np.ndarray, labels: np.ndarray) -> Samples:
+    """Writes int32 [samples, length] arrays, which may themselves be mapped from disk."""
+    folder = Path(folder)
+    for name, array in ((INPUT_IDS, input_ids), (LABELS, labels)):
+        _check(folder / name, array)
+    if input_ids.shape != labels.shape:
+        raise ConfigError(
+            f"{folder}: input_ids {list(input_ids.shape)} and labels {list(labels.shape)} disagree: "
+            "give both the same shape"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    np.save(folder / INPUT_IDS, input_ids)
+    np.save(folder / LABELS, labels)
+    return Samples(folder)
+
+
+def _open(path: Path) -> np.ndarray:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{path}: no such file: a folder of prepared samples holds {INPUT_IDS} and {LABELS}"
+        ) from error
+    except (OSError, ValueError, EOFError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"{path}: not a whole .npy file ({reason}): write it again") from error
+    _check(path, array)
+    return array
+
+
+def _check(path: Path, array: np.ndarray) -> None:
+    if array.dtype != np.int32 or array.ndim != 2 or 0 in array.shape:
+        raise ConfigError(f"{path}: {array.dtype} {list(array.shape)}: expected int32 [samples, length]")

@@ -1,0 +1,120 @@
+"""Host memory that processes share, and how much of it there is.
+
+Segments are memfd files: unlike /dev/shm they are not capped by the container, they have no name to
+leak, and their pages go back when the last process that maps them ends.
+"""
+
+import mmap
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from slidedp.host import kernels
+
+PAGE = 4096
+
+
+class Handle(NamedTuple):
+    """What another process needs to map a segment while its owner lives."""
+
+    pid: int
+    fd: int
+    nbytes: int
+
+
+class Segment:
+    """Shared memory of `nbytes` bytes. The creator owns it; others open its `handle`."""
+
+    def __init__(self, nbytes: int, name: str) -> None:
+        self.nbytes = nbytes
+        self._fd = os.memfd_create(f"slidedp-{name}", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, max(nbytes, 1))
+        self._map = mmap.mmap(self._fd, max(nbytes, 1))
+
+    @classmethod
+    def open(cls, handle: Handle) -> "Segment":
+        """Maps a segment of another process."""
+        segment = cls.__new__(cls)
+        segment.nbytes = handle.nbytes
+        segment._fd = os.open(f"/proc/{handle.pid}/fd/{handle.fd}", os.O_RDWR | os.O_CLOEXEC)
+        segment._map = mmap.mmap(segment._fd, max(handle.nbytes, 1))
+        return segment
+
+    @property
+    def handle(self) -> Handle:
+        return Handle(os.getpid(), self._fd, self.nbytes)
+
+    def array(self, dtype: Any) -> np.ndarray:
+        """The whole segment as one numpy array."""
+        return np.frombuffer(self._map, dtype=dtype, count=self.nbytes // np.dtype(dtype).itemsize)
+
+    def tensor(self, dtype: torch.dtype) -> torch.Tensor:
+        """The whole segment as one tensor on the CPU."""
+        return torch.frombuffer(self._map, dtype=dtype, count=self.nbytes // dtype.itemsize)
+
+    def touch(self) -> None:
+        """Writes zeros over fresh pages with all threads: 4 to 5 times faster than one thread."""
+        kernels.fill(self.array(np.float32), 0.0)
+
+    def close(self) -> None:
+        """Gives up the descriptor. The mapping itself ends with the last array that views it."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            del self._map
+
+
+def available_bytes() -> int:
+    """Bytes that this process may still take: the smaller of the system's and its cgroup's."""
+    meminfo = dict(
+        line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines() if ":" in line
+    )
+    free = int(meminfo["MemAvailable"].split()[0]) * 1024
+    for limit, used in _cgroup_usage():
+        free = min(free, max(0, limit - used))
+    return free
+
+
+def _cgroup_usage() -> list[tuple[int, int]]:
+    """(limit, used) of every memory cgroup above this process that sets a limit, v1 or v2.
+
+    Page cache that the kernel can drop at once (inactive files) does not count as used.
+    """
+    found = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root = Path("/sys/fs/cgroup/memory")
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        folder = root / path.lstrip("/")
+        while True:
+            found += _read_usage(folder, *names)
+            if folder == root or root not in folder.parents:
+                break
+            folder = folder.parent
+    return found
+
+
+def _read_usage(folder: Path, limit: str, used: str, cache: str) -> list[tuple[int, int]]:
+    try:
+        maximum = (folder / limit).read_text().strip()
+        current = int((folder / used).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return []  # not a level that accounts for memory
+    if maximum == "max":
+        return []
+    return [(int(maximum), current - int(stat.get(cache, 0)))]
+
+
+def pss_bytes(pid: int | None = None) -> int:
+    """Proportional set size of a process: shared pages divided by the processes that map them."""
+    text = Path(f"/proc/{pid or 'self'}/smaps_rollup").read_text()
+    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) * 1024

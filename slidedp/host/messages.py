@@ -1,0 +1,56 @@
+"""What ranks and the optimizer worker say to each other, one pipe per rank.
+
+Pipes keep order and report the other side's death, and a blocked reader costs no CPU. Traffic is a
+few hundred small messages a step.
+"""
+
+from typing import NamedTuple
+
+from slidedp.config import Layout
+from slidedp.host.memory import Handle
+
+
+class Started(NamedTuple):
+    """Rank to worker: step `step` begins here, with `targets` target tokens."""
+
+    step: int
+    targets: int
+
+
+class Landed(NamedTuple):
+    """Rank to worker: this rank's part in a chunk's reduction is over, its bytes are on the host.
+
+    `sum_of_squares` is that of the elements this rank landed (0 where the worker sums the lanes).
+    """
+
+    step: int
+    unit: int
+    chunk: int
+    sum_of_squares: float
+
+
+class Finished(NamedTuple):
+    """Rank to worker: no further step will come."""
+
+
+class Published(NamedTuple):
+    """Worker to rank: the working copy of `unit` is now at `version` (the steps it has taken)."""
+
+    unit: int
+    version: int
+
+
+class Consumed(NamedTuple):
+    """Worker to rank: the landing zone that held `unit` in `step` may be written again."""
+
+    unit: int
+    step: int
+
+
+class Begin(NamedTuple):
+    """Worker to rank: how step `step` starts. Every rank gets the same, so all agree."""
+
+    step: int
+    stop: bool = False
+    layout: Layout | None = None
+    landing: Handle | None = None

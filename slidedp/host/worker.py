@@ -1,0 +1,256 @@
+"""The optimizer worker: one process that updates the authoritative state once per step.
+
+It counts landed chunks, sums lanes, computes the global norm, runs AdamW and publishes versions. It
+also decides how each step begins, so that all ranks agree on a stop or a new layout without a
+collective: the answer for step t+1 goes out when the first rank starts step t, a whole step early.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from slidedp.config import DTYPES, Config, Layout
+from slidedp.host import kernels
+from slidedp.host.landing import Landing, LandingPlan
+from slidedp.host.memory import Handle
+from slidedp.host.messages import Begin, Consumed, Finished, Landed, Published, Started
+from slidedp.host.state import HostState, StateHandle
+from slidedp.model.units import Unit, chunks
+
+
+class SetLayout(NamedTuple):
+    """Launcher to worker: use this layout from the next step boundary on."""
+
+    layout: Layout
+    landing: Handle
+
+
+class Stop(NamedTuple):
+    """Launcher to worker: end at the next step boundary."""
+
+
+def worker_threads(ranks: int) -> int:
+    """Threads of the update: the visible cores less one per rank, which its copies and kernels need."""
+    return max(1, len(os.sched_getaffinity(0)) - ranks)
+
+
+class OptimizerWorker:
+    """Consumes gradients of step t and publishes version t + 1 of every unit."""
+
+    def __init__(
+        self,
+        config: Config,
+        state: HostState,
+        layout: Layout,
+        landing: Landing,
+        ranks: list[Connection],
+        report: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self.config, self.state, self.ranks, self.report = config, state, ranks, report
+        self.step = 0
+        """The step whose gradients are being collected."""
+        self.updates = 0
+        """Steps that changed the state (skipped ones did not): AdamW's step count."""
+        self.finished = 0
+        self._answered = 0  # the last step whose Begin has been sent
+        self._command: SetLayout | Stop | None = None
+        self._started: dict[int, list[int]] = {}
+        kernels.set_threads(worker_threads(len(ranks)))
+        self._use(layout, landing)
+        self._begin_step()
+
+    def _use(self, layout: Layout, landing: Landing) -> None:
+        self.layout, self.landing = layout, landing
+        size = landing.plan.itemsize
+        self._chunks = [chunks(u, layout.chunk_bytes, size, len(self.ranks)) for u in self.state.units]
+
+    def _begin_step(self) -> None:
+        self._arrivals: dict[tuple[int, int], list[float]] = {}
+        self._missing = [len(parts) for parts in self._chunks]
+        self._sums: dict[tuple[int, int], float] = {}
+        self._busy = 0.0
+
+    # --- what arrives ---------------------------------------------------------------------------
+
+    def command(self, command: SetLayout | Stop) -> None:
+        """A wish of the launcher, answered at the next step boundary. A stop is never overruled."""
+        if not isinstance(self._command, Stop):
+            self._command = command
+
+    def handle(self, message: Started | Landed | Finished) -> None:
+        if isinstance(message, Landed):
+            self._landed(message)
+        elif isinstance(message, Started):
+            self._start(message)
+        else:
+            self.finished += 1
+
+    def _start(self, message: Started) -> None:
+        counts = self._started.setdefault(message.step, [])
+        counts.append(message.targets)
+        if len(counts) == 1 and not isinstance(self._command, SetLayout):
+            self._send(Begin(message.step + 1, stop=isinstance(self._command, Stop)))
+            self._answered = message.step + 1
+        elif len(counts) == 1:
+            self._answered = message.step
+
+    def _landed(self, message: Landed) -> None:
+        key = (message.unit, message.chunk)
+        sums = self._arrivals.setdefault(key, [])
+        sums.append(message.sum_of_squares)
+        if len(sums) < len(self.ranks):
+            return
+        unit = self.state.units[message.unit]
+        start, stop = self._chunks[message.unit][message.chunk]
+        begun = time.perf_counter()
+        plan = self.landing.plan
+        if self.layout.schedule == "in_backward":
+            self._update(unit, start, stop, plan.zone(unit), plan.lanes, 1.0)
+        elif plan.stored:
+            store = plan.store(unit)
+            self._sums[key] = kernels.sum_lanes(
+                self.landing.array,
+                plan.zone(unit) + start,
+                plan.lane_stride,
+                plan.lanes,
+                self.landing.array[store + start : store + stop],
+            )
+        else:
+            self._sums[key] = math.fsum(sums)
+        self._busy += time.perf_counter() - begun
+        self._missing[unit.index] -= 1
+        if self._missing[unit.index] == 0:
+            if self.layout.schedule == "in_backward":
+                self._send(Published(unit.index, self.step + 1))
+            elif plan.stored:
+                self._send(Consumed(unit.index, self.step))
+        if not any(self._missing):
+            self._complete_step()
+
+    # --- what follows ---------------------------------------------------------------------------
+
+    def _complete_step(self) -> None:
+        """All gradients of the step are here: update what still waits, and move to the next step."""
+        norm, skipped = math.nan, False
+        if self.layout.schedule == "in_forward":
+            norm = math.sqrt(math.fsum(self._sums.values())) * self._denominator_scale()
+            skipped = not math.isfinite(norm)
+            clip = self.config.optimizer.clip_norm
+            # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
+            coefficient = min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0
+            begun = time.perf_counter()
+            for unit in self.state.units:
+                if not skipped:
+                    store = self.landing.plan.store(unit)
+                    self._update(unit, 0, unit.numel, store, 1, coefficient)
+                self._send(Published(unit.index, self.step + 1))
+            self._busy += time.perf_counter() - begun
+        self.report(
+            {
+                "kind": "update",
+                "step": self.step,
+                "lr": self._lr(),
+                "gradient_norm": norm,
+                "skipped": skipped,
+                "update_seconds": self._busy,
+            }
+        )
+        self.updates += not skipped
+        del self._started[self.step]
+        if self._answered == self.step and self.step + 1 < self.config.steps:
+            self._switch_layout()
+        self.step += 1
+        self._begin_step()
+
+    def _switch_layout(self) -> None:
+        """All updates are published, so nothing reads the old landing memory any more."""
+        command = self._command
+        if isinstance(command, SetLayout):
+            self._command = None
+            dtype = DTYPES[str(self.config.compute_dtype)]
+            plan = LandingPlan(self.state.units, len(self.ranks), command.layout, self.landing.plan.itemsize)
+            self.landing.close()
+            self._use(command.layout, Landing(plan, dtype, command.landing))
+            self._send(Begin(self.step + 1, False, command.layout, command.landing))
+        else:
+            self._send(Begin(self.step + 1, stop=isinstance(command, Stop)))
+
+    def _denominator_scale(self) -> float:
+        """Ranks differentiate the summed loss divided by their own token count (a constant);
+        this turns it into the mean over the targets of all ranks."""
+        nominal = self.config.batch_size // len(self.ranks) * self.config.sequence_length
+        return nominal / max(1, sum(self._started[self.step]))
+
+    def _lr(self) -> float:
+        return self.config.optimizer.lr_at(self.step, self.config.steps)
+
+    def _update(self, unit: Unit, start: int, stop: int, zone: int, lanes: int, coefficient: float) -> None:
+        """AdamW on elements [start, stop) of a unit, whose gradient's lane 0 starts at `zone`."""
+        settings = self.config.optimizer
+        state = self.state.unit(unit)
+        parts = (
+            (start, min(stop, unit.decayed), settings.weight_decay),
+            (max(start, unit.decayed), stop, 0.0),
+        )
+        for first, last, decay in parts:
+            if first >= last:
+                continue
+
+            def part(array: np.ndarray, span: slice = slice(first, last)) -> np.ndarray:
+                return array[span]
+
+            kernels.adamw_update(
+                part(state.master),
+                part(state.exp_avg),
+                part(state.exp_avg_sq),
+                None if state.working is None else part(state.working),
+                self.landing.array,
+                zone + first,
+                self.landing.plan.lane_stride,
+                lanes,
+                grad_scale=self._denominator_scale() * coefficient,
+                lr=self._lr(),
+                beta1=settings.betas[0],
+                beta2=settings.betas[1],
+                eps=settings.eps,
+                weight_decay=decay,
+                step=self.updates + 1,
+            )
+
+    def _send(self, message: Begin | Published | Consumed) -> None:
+        for connection in self.ranks:
+            connection.send(message)
+
+
+def run_worker(
+    config: Config,
+    state: StateHandle,
+    landing: Handle,
+    ranks: list[Connection],
+    launcher: Connection,
+) -> None:
+    """Serves the ranks until each has finished; returns when the last update is published."""
+    host = HostState.open(state)
+    dtype = host.dtype
+    plan = LandingPlan(host.units, len(ranks), config.layout, dtype.itemsize)
+    worker = OptimizerWorker(config, host, config.layout, Landing(plan, dtype, landing), ranks, launcher.send)
+    launcher.send({"kind": "ready"})
+    sources = [*ranks, launcher]
+    while worker.finished < len(ranks):
+        for source in wait(sources):
+            assert isinstance(source, Connection)
+            try:
+                message = source.recv()
+            except (EOFError, ConnectionResetError):
+                # The launcher sees every death, tells the user about it and ends the others.
+                sources.remove(source)
+                continue
+            if source is launcher:
+                worker.command(message)
+            else:
+                worker.handle(message)

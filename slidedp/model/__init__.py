@@ -1,0 +1,1 @@
+"""A Hugging Face causal language model as a row of units."""

@@ -1,0 +1,114 @@
+"""Which architectures are supported, and the template modules that compute their units.
+
+A template lives on the meta device and owns no memory: its parameters are replaced by views into a
+slot at every call (`torch.func.functional_call`). All decoder layers share one template.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.func import functional_call
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from slidedp.errors import ConfigError
+
+ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+"""Models of the shape embed_tokens, layers, norm, lm_head with rotary positions and causal SDPA."""
+
+LayerFunction = Callable[[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def load_config(model: str | PretrainedConfig) -> PretrainedConfig:
+    """The transformers config of a folder or hub id; refuses what cannot be trained, in one line."""
+    if isinstance(model, str):
+        try:
+            return AutoConfig.from_pretrained(model)
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(
+                f"model: {reason} Give a Hugging Face folder with a config.json, or a hub id"
+            ) from error
+    return model
+
+
+def skeleton(config: PretrainedConfig, sequence_length: int | None = None) -> Any:
+    """The transformers model on the meta device: every shape, no memory."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    name = type(model).__name__
+    if name not in ARCHITECTURES:
+        raise ConfigError(f"model: {name} is not supported; accepted: {', '.join(ARCHITECTURES)}")
+    if sequence_length is not None:
+        _check_length(config, sequence_length)
+    return model
+
+
+def _check_length(config: Any, sequence_length: int) -> None:
+    if sequence_length > config.max_position_embeddings:
+        raise ConfigError(
+            f"sequence_length={sequence_length}: the model's positions end at "
+            f"{config.max_position_embeddings}; use at most that, or raise max_position_embeddings"
+        )
+    kinds = getattr(config, "layer_types", None)
+    slides = kinds is None or "sliding_attention" in kinds
+    window = getattr(config, "sliding_window", None)
+    if slides and window is not None and sequence_length > window:
+        raise ConfigError(
+            f"sequence_length={sequence_length}: the model attends to a sliding window of {window}, "
+            f"which is not supported beyond one window; use at most {window}"
+        )
+
+
+def layer_function(model: Any) -> LayerFunction:
+    """f(parameters, hidden, cos, sin) -> hidden of one decoder layer; hidden is [batch, seq, width]."""
+    template = model.model.layers[0]
+    template.train()
+
+    def layer(
+        parameters: dict[str, torch.Tensor],
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+    ) -> torch.Tensor:
+        return functional_call(
+            template,
+            parameters,
+            (hidden,),
+            {"position_embeddings": (cos, sin), "attention_mask": None, "use_cache": False},
+        )
+
+    return layer
+
+
+def norm_function(model: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    """f(weight, hidden) -> the final norm."""
+    template = model.model.norm
+    return lambda weight, hidden: functional_call(template, {"weight": weight}, (hidden,))
+
+
+def rotary_tables(
+    config: PretrainedConfig,
+    model: Any,
+    length: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin of positions 0..length-1, each [1, length, head_dim]."""
+    with torch.device(device):
+        rotary = type(model.model.rotary_emb)(config)
+    positions = torch.arange(length, device=device)[None]
+    return rotary(torch.empty(0, dtype=dtype, device=device), positions)
+
+
+def flops_per_token(model: Any, sequence_length: int) -> float:
+    """Floating-point operations of one trained token: 6 per parameter outside the input embedding,
+    plus causal attention (6 · layers · heads · head_dim · length); no recompute counted."""
+    config = model.config
+    parameters = sum(p.numel() for p in model.parameters())
+    if model.lm_head.weight is not model.model.embed_tokens.weight:
+        parameters -= model.model.embed_tokens.weight.numel()
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    layers = config.num_hidden_layers
+    return 6.0 * parameters + 6.0 * layers * heads * head_dim * sequence_length

@@ -1,0 +1,59 @@
+"""The head's loss: linear projection and cross-entropy, a piece of the tokens at a time.
+
+The logits of the whole batch never exist, and the weight gradient accumulates in FP32 over pieces.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+IGNORED = -100
+"""The label of a position that is no target, as in torch.nn.functional.cross_entropy."""
+
+SoftmaxGradient = Callable[[torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]]
+
+
+def softmax_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed cross-entropy (FP32 scalar) of logits [tokens, vocabulary], and `scale` times its
+    gradient in the dtype of the logits: softmax minus one-hot, zero where the target is IGNORED."""
+    values = logits.float()
+    normalizer = values.logsumexp(1)
+    valid = targets != IGNORED
+    classes = targets.clamp(min=0)[:, None]
+    losses = normalizer - values.gather(1, classes)[:, 0]
+    one_hot = torch.arange(logits.shape[1], device=logits.device)[None] == classes
+    gradient = (torch.exp(values - normalizer[:, None]) - one_hot.float()) * scale
+    loss = torch.where(valid, losses, 0.0).sum()
+    return loss, torch.where(valid[:, None], gradient, 0.0).to(logits.dtype)
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    scale: float,
+    weight_gradient: torch.Tensor,
+    softmax: SoftmaxGradient = softmax_gradient,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Loss summed over targets (FP32 scalar) and `scale` times its gradient with respect to hidden.
+
+    hidden [tokens, width], weight [vocabulary, width], targets [tokens] int64; the gradient of the
+    weight is added to `weight_gradient`, FP32 of the weight's shape.
+    """
+    # A GPU wants pieces that fill its matrix units (1 GiB of BF16 logits), a CPU its cache.
+    piece = max(1, (2**29 if hidden.is_cuda else 2**22) // weight.shape[0])
+    loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    gradient = torch.empty_like(hidden)
+    for start in range(0, hidden.shape[0], piece):
+        part, labels = hidden[start : start + piece], targets[start : start + piece]
+        partial, signal = softmax(part @ weight.t(), labels, scale)
+        loss += partial
+        torch.mm(signal, weight, out=gradient[start : start + piece])
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            product = torch.mm(signal.t(), part, out_dtype=torch.float32)
+        else:
+            product = (signal.t() @ part).float()
+        weight_gradient += product
+    return loss, gradient

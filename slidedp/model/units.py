@@ -1,0 +1,117 @@
+"""Units: what streams as a whole. Each unit's parameters are one flat buffer.
+
+The order of units is the order of the forward pass: `embed`, the decoder layers, `head`. With tied
+embeddings the matrix belongs to `embed`, and `head` is the final norm alone: one unit used twice and
+updated once.
+"""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+ALIGNMENT = 64
+"""Elements. Parameters start on multiples of it, so that views suit the matrix kernels (128 bytes in
+BF16) and the update kernel never meets a remainder."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A tensor inside a unit's flat buffer."""
+
+    name: str
+    """Name in the checkpoint, such as model.layers.3.mlp.up_proj.weight."""
+    local: str
+    """Name inside the unit's template module, such as mlp.up_proj.weight."""
+    shape: tuple[int, ...]
+    offset: int
+    """First element in the unit's buffer."""
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    def view(self, buffer: torch.Tensor) -> torch.Tensor:
+        """This parameter inside `buffer`, the unit's flat buffer."""
+        return buffer[self.offset : self.offset + self.numel].view(self.shape)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is delivered, reduced, updated and published as a whole."""
+
+    index: int
+    name: str
+    """`embed`, `layers.<i>` or `head`."""
+    parameters: tuple[Parameter, ...]
+    numel: int
+    """Elements of the flat buffer, padding included; a multiple of ALIGNMENT."""
+    decayed: int
+    """Elements [0, decayed) have weight decay (matrices), the rest has none (norms, biases)."""
+
+    @property
+    def parameter_count(self) -> int:
+        """Elements that are parameters, padding left out."""
+        return sum(p.numel for p in self.parameters)
+
+
+def aligned(count: int, alignment: int = ALIGNMENT) -> int:
+    """`count` rounded up to a multiple of `alignment`."""
+    return -(-count // alignment) * alignment
+
+
+def _unit(index: int, name: str, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> Unit:
+    """Lays out `tensors` (local name -> checkpoint name, shape): matrices first, then the rest."""
+    ordered = sorted(tensors.items(), key=lambda item: len(item[1][1]) < 2)
+    offset, decayed, parameters = 0, 0, []
+    for local, (full, shape) in ordered:
+        parameters.append(Parameter(full, local, shape, offset))
+        offset = aligned(offset + prod(shape))
+        if len(shape) >= 2:
+            decayed = offset
+    return Unit(index, name, tuple(parameters), offset, decayed)
+
+
+def units_of(model: Any) -> tuple[Unit, ...]:
+    """The units of a causal language model (it may be on the meta device)."""
+
+    def tensors(prefix: str, module: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
+        return {n: (f"{prefix}.{n}", tuple(p.shape)) for n, p in module.named_parameters()}
+
+    body = model.model
+    units = [_unit(0, "embed", tensors("model.embed_tokens", body.embed_tokens))]
+    for i, layer in enumerate(body.layers):
+        units.append(_unit(i + 1, f"layers.{i}", tensors(f"model.layers.{i}", layer)))
+    norm = {"norm." + n: value for n, value in tensors("model.norm", body.norm).items()}
+    tied = model.lm_head.weight is body.embed_tokens.weight
+    head = {} if tied else {"lm_head.weight": ("lm_head.weight", tuple(model.lm_head.weight.shape))}
+    units.append(_unit(len(units), "head", head | norm))
+    return tuple(units)
+
+
+def chunks(unit: Unit, chunk_bytes: int, itemsize: int, ranks: int) -> list[tuple[int, int]]:
+    """Element ranges that a unit is transferred and updated in.
+
+    Every chunk but the last is a multiple of ranks × ALIGNMENT elements, so that the shards of a
+    chunk are equal; the last one is padded in the GPU buffer's tail (`padded_numel`).
+    """
+    grain = ranks * ALIGNMENT
+    size = max(grain, chunk_bytes // itemsize // grain * grain)
+    return [(start, min(start + size, unit.numel)) for start in range(0, unit.numel, size)]
+
+
+def padded_numel(unit: Unit, ranks: int) -> int:
+    """Elements of a GPU buffer for the unit: the last chunk's shards are equal in it too."""
+    return aligned(unit.numel, ranks * ALIGNMENT)
+
+
+def shard(start: int, stop: int, rank: int, ranks: int) -> tuple[int, int, int]:
+    """Rank's part of chunk [start, stop): its start, its end in a GPU buffer and on the host.
+
+    GPU shards are equal and may reach past `stop` into padding; host shards end at `stop`.
+    """
+    size = aligned(stop - start, ranks * ALIGNMENT) // ranks
+    first = start + rank * size
+    return first, first + size, max(first, min(first + size, stop))

@@ -1,0 +1,203 @@
+"""What one rank process does, top to bottom."""
+
+import ctypes
+import signal
+import sys
+import traceback
+from collections import deque
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from transformers import PretrainedConfig
+
+from slidedp.config import Config, Layout
+from slidedp.data.order import Order
+from slidedp.data.samples import Samples
+from slidedp.host.landing import Landing, LandingPlan
+from slidedp.host.memory import Handle, pss_bytes
+from slidedp.host.messages import Finished, Started
+from slidedp.host.state import HostState, StateHandle
+from slidedp.model.families import layer_function, norm_function, rotary_tables, skeleton
+from slidedp.model.loss import IGNORED, softmax_gradient
+from slidedp.stream.device import Abort, Aborted, Device
+from slidedp.stream.gates import Gates
+from slidedp.stream.step import Engine, ModelFunctions
+from slidedp.stream.timeline import Timeline
+
+TIMELINE_EVERY = 20
+"""Steps between two full timelines in the telemetry."""
+
+
+class RankSetup(NamedTuple):
+    """What the launcher gives every rank."""
+
+    config: Config
+    model: PretrainedConfig
+    state: StateHandle
+    landing: Handle
+    samples: str
+    rendezvous: str
+    """File through which ranks find each other."""
+
+
+def die_with_parent() -> None:
+    """Jupyter's stop button must not kill a process that only the launcher may stop; the launcher's
+    death must end it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connection) -> None:
+    """Trains until the last step or a stop. Needs an initialised process group."""
+    config = setup.config
+    ranks = int(config.ranks or 1)
+    abort = Abort()
+    device = Device(str(config.device), rank)
+    if device.compute is not None:
+        torch.cuda.set_stream(device.compute)
+    state = HostState.open(setup.state)
+    for unit in state.units:
+        device.register(state.delivered(unit))
+    gates = Gates(worker, len(state.units), abort)
+    functions = model_functions(config, setup.model, device, state.dtype)
+    samples = Samples(setup.samples)
+    order = Order(samples.count, config.batch_size, config.seed)
+    per_rank = config.batch_size // ranks
+
+    def build(layout: Layout, handle: Handle) -> tuple[Engine, Landing]:
+        plan = LandingPlan(state.units, ranks, layout, state.dtype.itemsize)
+        landing = Landing(plan, state.dtype, handle)
+        for start, stop in plan.pieces():
+            device.register(landing.tensor[start:stop])
+        engine = Engine(config, layout, device, rank, state, landing, gates, functions, abort)
+        return engine, landing
+
+    def release(engine: Engine, landing: Landing) -> None:
+        engine.close()
+        for start, stop in landing.plan.pieces():
+            device.unregister(landing.tensor[start:stop])
+        landing.close()
+
+    engine, landing = build(config.layout, setup.landing)
+    launcher.send({"kind": "ready", "rank": rank})
+    metrics = MetricsQueue(rank, device, launcher)
+    try:
+        for step in range(config.steps):
+            if step > 0:
+                begin = gates.wait_begin(step)
+                if begin.stop:
+                    break
+                if begin.layout is not None and begin.landing is not None:
+                    release(engine, landing)
+                    del engine, landing
+                    if device.is_cuda:
+                        torch.cuda.empty_cache()
+                    engine, landing = build(begin.layout, begin.landing)
+            rows = order.step(step)[rank * per_rank : (rank + 1) * per_rank]
+            input_ids, labels = samples.rows(rows)
+            targets = int((labels != IGNORED).sum())
+            gates.send(Started(step, targets))
+            loss, timeline = engine.step(
+                step,
+                input_ids.to(device.torch, non_blocking=True),
+                labels.to(device.torch, non_blocking=True),
+            )
+            metrics.add(step, loss, targets, timeline)
+        release(engine, landing)
+        metrics.flush()
+        gates.send(Finished())
+    except Aborted:
+        assert abort.cause is not None
+        raise abort.cause from None
+    except BaseException as error:
+        abort.fail(error)
+        raise
+
+
+def model_functions(
+    config: Config, model_config: PretrainedConfig, device: Device, dtype: torch.dtype
+) -> ModelFunctions:
+    """The compute of embed, layer and head, compiled if the config says so."""
+    model = skeleton(model_config)
+    layer, softmax = layer_function(model), softmax_gradient
+    if config.compile:
+        layer = torch.compile(layer, dynamic=False)
+        softmax = torch.compile(softmax, dynamic=False)
+    cos, sin = rotary_tables(model_config, model, config.sequence_length, device.torch, dtype)
+    padding = model.model.embed_tokens.padding_idx
+    return ModelFunctions(layer, norm_function(model), softmax, cos, sin, -1 if padding is None else padding)
+
+
+class MetricsQueue:
+    """Sends each step's metrics once its compute has run, without ever waiting for the GPU."""
+
+    def __init__(self, rank: int, device: Device, launcher: Connection) -> None:
+        self._rank, self._device, self._launcher = rank, device, launcher
+        self._pending: deque[tuple[int, torch.Tensor, int, Timeline]] = deque()
+        self._previous: Timeline | None = None
+
+    def add(self, step: int, loss: torch.Tensor, targets: int, timeline: Timeline) -> None:
+        self._pending.append((step, loss, targets, timeline))
+        while self._pending and self._pending[0][3].done():
+            self._send()
+
+    def flush(self) -> None:
+        while self._pending:
+            self._send()
+
+    def _send(self) -> None:
+        step, loss, targets, timeline = self._pending.popleft()
+        spans = timeline.resolve(("compute",))
+        waits: dict[str, float] = {}
+        for span in spans:
+            if span.phase.startswith("wait "):
+                cause = span.phase.removeprefix("wait ")
+                waits[cause] = waits.get(cause, 0.0) + (span.end - span.start) / 1e3
+        seconds = timeline.total_ms() / 1e3
+        event: dict[str, Any] = {
+            "kind": "step",
+            "rank": self._rank,
+            "step": step,
+            "loss_sum": float(loss),
+            "targets": targets,
+            "compute_seconds": seconds,
+            "step_seconds": timeline.seconds_since(self._previous) if self._previous else None,
+            "wait_seconds": waits,
+            "gpu_peak_bytes": self._device.peak_bytes(),
+            "pss_bytes": pss_bytes() if step % TIMELINE_EVERY == 1 else None,
+            "began": timeline.began,
+        }
+        if step % TIMELINE_EVERY == 1:
+            event["timeline"] = [tuple(s) for s in timeline.resolve(("compute", "deliver", "reduce"))]
+        self._previous = timeline
+        self._launcher.send(event)
+
+
+def main(rank: int, setup: RankSetup, worker: Connection, launcher: Connection) -> None:
+    """Entry of a spawned rank."""
+    die_with_parent()
+    # Threads hand the GIL over often: the transfer thread must not wait 5 ms behind compute's Python.
+    sys.setswitchinterval(0.0005)
+    ranks = int(setup.config.ranks or 1)
+    try:
+        if setup.config.device == "cuda":
+            torch.cuda.set_device(rank)
+        else:
+            torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+        dist.init_process_group(
+            "nccl" if setup.config.device == "cuda" else "gloo",
+            init_method=f"file://{setup.rendezvous}",
+            rank=rank,
+            world_size=ranks,
+            device_id=torch.device("cuda", rank) if setup.config.device == "cuda" else None,
+        )
+        run_rank(rank, setup, worker, launcher)
+        dist.destroy_process_group()
+    except BaseException as error:
+        launcher.send(
+            {"kind": "error", "rank": rank, "type": type(error).__name__, "text": traceback.format_exc()}
+        )
+        raise

@@ -1,0 +1,117 @@
+"""One rank's device: its streams, and the signal that hands work from one thread and stream to another.
+
+A machine without a GPU runs the same code: its device memory is ordinary memory, a copy is done when
+the call returns, and a signal is only the flag between threads.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Aborted(Exception):
+    """Raised in a thread that waits while another thread of the rank has failed."""
+
+
+class Abort:
+    """The first failure of any thread of a rank; every wait of the others ends with it."""
+
+    def __init__(self) -> None:
+        self.cause: BaseException | None = None
+        self._lock = threading.Lock()
+
+    def fail(self, cause: BaseException) -> None:
+        with self._lock:
+            self.cause = self.cause or cause
+
+    def check(self) -> None:
+        if self.cause is not None:
+            raise Aborted from self.cause
+
+
+class Device:
+    """Where a rank computes. On a CPU every stream is None."""
+
+    def __init__(self, kind: str, rank: int) -> None:
+        self.is_cuda = kind == "cuda"
+        self.torch = torch.device("cuda", rank) if self.is_cuda else torch.device("cpu")
+        self.compute: torch.cuda.Stream | None = None
+        self.to_device: torch.cuda.Stream | None = None
+        self.to_host: torch.cuda.Stream | None = None
+        self.collective: torch.cuda.Stream | None = None
+        if self.is_cuda:
+            torch.cuda.set_device(self.torch)
+            self.compute = torch.cuda.Stream()
+            # Collectives go ahead of compute: their kernels are short and other GPUs wait for them.
+            self.collective = torch.cuda.Stream(priority=-1)
+            self.to_device, self.to_host = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.torch)
+
+    def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.torch)
+
+    def register(self, memory: torch.Tensor) -> None:
+        """Lets this GPU's copy engines reach host memory directly."""
+        if self.is_cuda and memory.numel():
+            portable = 1
+            error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, portable)
+            if int(error):
+                raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes failed: {error}")
+
+    def unregister(self, memory: torch.Tensor) -> None:
+        if self.is_cuda and memory.numel():
+            torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+    def peak_bytes(self) -> int:
+        """Most GPU memory allocated so far; 0 on a CPU."""
+        return torch.cuda.max_memory_allocated() if self.is_cuda else 0
+
+
+@contextmanager
+def on(stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Enqueues on `stream` inside the block."""
+    if stream is None:
+        yield
+    else:
+        with torch.cuda.stream(stream):
+            yield
+
+
+class Signal:
+    """Fired once, by the thread that has enqueued some work; others wait for that work.
+
+    On CUDA a waiter blocks only until the work is *enqueued*, then lets its stream wait for the event,
+    so the host runs ahead of the GPU and a buffer is still never touched early.
+    """
+
+    def __init__(self, abort: Abort) -> None:
+        self._abort = abort
+        self._fired = threading.Event()
+        self._event: torch.cuda.Event | None = None
+
+    def fire(self, stream: torch.cuda.Stream | None) -> None:
+        """Marks everything enqueued on `stream` so far."""
+        if stream is not None:
+            self._event = torch.cuda.Event()
+            self._event.record(stream)
+        self._fired.set()
+
+    def _wait_fired(self) -> None:
+        while not self._fired.wait(0.5):
+            self._abort.check()
+
+    def wait(self, stream: torch.cuda.Stream | None) -> None:
+        """Makes what is enqueued on `stream` next run after the marked work."""
+        self._wait_fired()
+        if stream is not None and self._event is not None:
+            stream.wait_event(self._event)
+
+    def synchronize(self) -> None:
+        """Blocks the calling thread until the marked work is done."""
+        self._wait_fired()
+        if self._event is not None:
+            self._event.synchronize()

@@ -1,0 +1,104 @@
+"""GPU to host: how one chunk of every rank's gradient becomes a sum in host memory."""
+
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from slidedp.host.landing import Landing
+from slidedp.model.units import Unit, shard
+from slidedp.stream.device import Abort, Device, Signal, on
+
+
+class Arrival(NamedTuple):
+    """What a rank tells the worker once a chunk has landed."""
+
+    done: Signal
+    """Fired when this rank's part of the reduction and its copy to the host are over."""
+    sum_of_squares: torch.Tensor | None
+    """On the device, FP64 scalar, of the elements that this rank lands; None where the worker sums."""
+
+
+class Reduction(Protocol):
+    """One way of reduction. The gradient buffer is free when every arrival of its chunks is done."""
+
+    def chunk(self, unit: Unit, gradient: torch.Tensor, start: int, stop: int) -> Arrival:
+        """Enqueues the reduction of elements [start, stop); `gradient` is complete on the streams."""
+
+
+class OnHost:
+    """Every rank lands its whole gradient in its own lane; the worker sums the lanes."""
+
+    def __init__(self, device: Device, landing: Landing, rank: int, abort: Abort) -> None:
+        self._device, self._landing, self._rank, self._abort = device, landing, rank, abort
+
+    def chunk(self, unit: Unit, gradient: torch.Tensor, start: int, stop: int) -> Arrival:
+        done = Signal(self._abort)
+        with on(self._device.to_host):
+            lane = self._landing.lane(unit, self._rank)
+            lane[start:stop].copy_(gradient[start:stop], non_blocking=True)
+            done.fire(self._device.to_host)
+        return Arrival(done, None)
+
+
+class Scattered:
+    """Reduce-scatter between GPUs, in place; each rank lands its 1/N of the sum."""
+
+    def __init__(self, device: Device, landing: Landing, rank: int, ranks: int, abort: Abort) -> None:
+        self._device, self._landing, self._abort = device, landing, abort
+        self._rank, self._ranks = rank, ranks
+
+    def chunk(self, unit: Unit, gradient: torch.Tensor, start: int, stop: int) -> Arrival:
+        first, last, host_last = shard(start, stop, self._rank, self._ranks)
+        if self._ranks > 1:
+            with on(self._device.collective):
+                whole = gradient[start : start + (last - first) * self._ranks]
+                dist.reduce_scatter_tensor(gradient[first:last], whole)
+        lane = self._landing.lane(unit, 0)
+        return _land(self._device, self._abort, gradient[first:host_last], lane[first:host_last])
+
+
+class ToRoot:
+    """Reduce to rank 0, which lands the whole sum."""
+
+    def __init__(self, device: Device, landing: Landing, rank: int, abort: Abort) -> None:
+        self._device, self._landing, self._rank, self._abort = device, landing, rank, abort
+
+    def chunk(self, unit: Unit, gradient: torch.Tensor, start: int, stop: int) -> Arrival:
+        with on(self._device.collective):
+            dist.reduce(gradient[start:stop], 0)
+        if self._rank == 0:
+            lane = self._landing.lane(unit, 0)
+            return _land(self._device, self._abort, gradient[start:stop], lane[start:stop])
+        done = Signal(self._abort)
+        done.fire(self._device.collective)
+        return Arrival(done, None)
+
+
+def _land(device: Device, abort: Abort, source: torch.Tensor, target: torch.Tensor) -> Arrival:
+    """Copies a reduced piece to the host, behind the collective, and sums its squares on the way."""
+    reduced, done = Signal(abort), Signal(abort)
+    with on(device.collective):
+        # FP64: a norm over billions of elements must not depend on how they were cut.
+        squares = torch.linalg.vector_norm(source, dtype=torch.float64).square()
+        reduced.fire(device.collective)
+    reduced.wait(device.to_host)
+    with on(device.to_host):
+        target.copy_(source, non_blocking=True)
+        if device.is_cuda:
+            squares.record_stream(device.to_host)
+            on_host = torch.empty((), dtype=torch.float64, pin_memory=True)
+            squares = on_host.copy_(squares, non_blocking=True)
+        done.fire(device.to_host)
+    return Arrival(done, squares)
+
+
+def make_reduction(
+    name: str, device: Device, landing: Landing, rank: int, ranks: int, abort: Abort
+) -> Reduction:
+    """The reduction of a layout."""
+    if name == "cpu":
+        return OnHost(device, landing, rank, abort)
+    if name == "gpu" or ranks == 1:
+        return Scattered(device, landing, rank, ranks, abort)
+    return ToRoot(device, landing, rank, abort)

@@ -1,0 +1,24 @@
+"""What the threads of a rank share about one step."""
+
+import threading
+
+import torch
+
+from slidedp.stream.device import Abort, Signal
+from slidedp.stream.timeline import Timeline
+
+
+class Step:
+    """A step's number, its signals by name, its timeline, and inputs that are between two rings."""
+
+    def __init__(self, number: int, abort: Abort, timeline: Timeline) -> None:
+        self.number, self.timeline = number, timeline
+        self.held: dict[int, torch.Tensor] = {}
+        self._abort = abort
+        self._signals: dict[tuple[str, int], Signal] = {}
+        self._lock = threading.Lock()
+
+    def signal(self, kind: str, index: int) -> Signal:
+        """The signal of this name; whichever side asks first makes it."""
+        with self._lock:
+            return self._signals.setdefault((kind, index), Signal(self._abort))

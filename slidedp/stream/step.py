@@ -1,0 +1,298 @@
+"""One step of one rank: a compute thread that visits units, a transfer thread that moves them.
+
+The compute thread (`Engine.step`) and the transfer thread meet only through signals: `delivered`,
+`visited`, `gradient`, `reduced`, and for offloaded layer inputs `stashed` and `fetched`. Both enqueue
+and run ahead; on CUDA the waiting itself happens on the GPU, by events.
+"""
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+
+from slidedp.config import Config, Layout
+from slidedp.host.landing import Landing
+from slidedp.host.messages import Landed
+from slidedp.host.state import HostState
+from slidedp.model.families import LayerFunction
+from slidedp.model.loss import SoftmaxGradient, linear_cross_entropy
+from slidedp.model.units import Unit, chunks
+from slidedp.stream.activations import Activations, Keep, Offload, Recompute
+from slidedp.stream.buffers import Buffers, is_tied
+from slidedp.stream.delivery import make_delivery
+from slidedp.stream.device import Abort, Device
+from slidedp.stream.gates import Gates
+from slidedp.stream.program import Deliver, Fetch, Reduce, Stash, Visits, transfers
+from slidedp.stream.reduction import Arrival, make_reduction
+from slidedp.stream.signals import Step
+from slidedp.stream.stash import ActivationStash
+from slidedp.stream.timeline import Timeline
+
+
+class ModelFunctions(NamedTuple):
+    """The compute of every kind of unit, compiled or not, shared by all layouts."""
+
+    layer: LayerFunction
+    norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    softmax: SoftmaxGradient
+    cos: torch.Tensor
+    sin: torch.Tensor
+    padding_index: int
+    """Row of the embedding that gets no gradient; -1 for none."""
+
+
+class Engine:
+    """Runs steps under one layout. A new layout is a new engine over the same state."""
+
+    def __init__(
+        self,
+        config: Config,
+        layout: Layout,
+        device: Device,
+        rank: int,
+        state: HostState,
+        landing: Landing,
+        gates: Gates,
+        functions: ModelFunctions,
+        abort: Abort,
+    ) -> None:
+        self.config, self.layout, self.device, self.rank = config, layout, device, rank
+        self.state, self.landing, self.gates = state, landing, gates
+        self.functions, self.abort = functions, abort
+        self.units, self.dtype = state.units, state.dtype
+        self.ranks = int(config.ranks or 1)
+        self.tied = is_tied(self.units)
+        layers = len(self.units) - 2
+        self.visits = Visits(layers)
+        self.modes = layout.activation_modes(layers)
+        self.buffers = Buffers(device, self.units, layout, self.ranks, self.dtype)
+        self.stash = ActivationStash(
+            device, config, self.units[-1].parameters[-1].numel, self.modes, self.dtype
+        )
+        # A token's share of the mean: constant, so that no rank waits for the others' counts. The
+        # worker rescales by the true global count of targets.
+        tokens = config.batch_size // self.ranks * config.sequence_length
+        self._scale = 1.0 / tokens
+        self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
+        self._landings: queue.SimpleQueue[tuple[Landed, Arrival] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
+            for name, work in (
+                ("slidedp-transfer", self._transfer),
+                ("slidedp-landing", self._report_landings),
+            )
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Waits until every transfer has landed, then ends the threads and frees the buffers."""
+        self._steps.put(None)
+        for thread in self._threads:
+            while thread.is_alive():
+                thread.join(0.5)
+                self.abort.check()
+        self.stash.close()
+
+    def _guard(self, work: Callable[[], None]) -> None:
+        try:
+            if self.device.is_cuda:
+                torch.cuda.set_device(self.device.torch)
+            work()
+        except BaseException as error:
+            self.abort.fail(error)
+
+    # --- compute --------------------------------------------------------------------------------
+
+    def step(self, number: int, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[Any, Timeline]:
+        """Enqueues one step on [batch, sequence] int64 device tensors.
+
+        Returns the loss summed over this rank's targets (FP32 device scalar) and the timeline. All
+        transfers of the step follow from the transfer thread.
+        """
+        timeline = Timeline(self.device)
+        step = Step(number, self.abort, timeline)
+        self._steps.put(step)
+        layers = self.units[1:-1]
+        activations = [self._activations(step, unit) for unit in layers]
+
+        def call(parameters: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+            return self.functions.layer(parameters, hidden, self.functions.cos, self.functions.sin)
+
+        embed, head = self.units[0], self.units[-1]
+        with _Visit(self, step, embed, self.visits.forward(0), "forward"):
+            matrix = self.buffers.parameters(embed)["weight"]
+            hidden = functional.embedding(input_ids, matrix.detach())
+        for unit, activation in zip(layers, activations, strict=True):
+            with _Visit(self, step, unit, self.visits.forward(unit.index), "forward"):
+                hidden = activation.forward(call, self.buffers.parameters(unit), hidden)
+        loss, gradient, tied_gradient = self._head(step, head, hidden, labels)
+        del hidden
+        for unit, activation in zip(layers[::-1], activations[::-1], strict=True):
+            parameters = self.buffers.parameters(unit)
+            with _Visit(self, step, unit, self.visits.backward(unit.index), "backward"):
+                gradient, *rest = activation.backward(call, parameters, gradient)
+            self._submit(step, unit, dict(zip(parameters, rest, strict=True)))
+        self._embed_backward(step, embed, input_ids, gradient, tied_gradient)
+        timeline.close()
+        return loss, timeline
+
+    def _activations(self, step: Step, unit: Unit) -> Activations:
+        mode = self.modes[unit.index - 1]
+        if mode == "keep":
+            return Keep()
+        if mode == "recompute":
+            return Recompute()
+        return Offload(
+            lambda hidden: self.stash.hold(step, unit, hidden), lambda: self.stash.returned(step, unit)
+        )
+
+    def _head(
+        self, step: Step, head: Unit, hidden: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Forward and backward of the final norm and the loss. Returns the summed loss, the gradient
+        of `hidden`, and the tied matrix's FP32 gradient, which waits for the embedding's part."""
+        with _Visit(self, step, head, self.visits.head, "head"):
+            parameters = self.buffers.parameters(head)
+            matrix = self.buffers.parameters(self.units[0])["weight"] if self.tied else None
+            weight = (parameters["lm_head.weight"] if matrix is None else matrix).detach()
+            norm = parameters["norm.weight"]
+            hidden = hidden.detach().requires_grad_()
+            with torch.enable_grad():
+                normed = self.functions.norm(norm, hidden)
+            weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
+            loss, upstream = linear_cross_entropy(
+                normed.detach().flatten(0, 1),
+                weight,
+                labels.flatten(),
+                self._scale,
+                weight_gradient,
+                self.functions.softmax,
+            )
+            gradient, norm_gradient = torch.autograd.grad(normed, [hidden, norm], upstream.view_as(normed))
+        gradients = {"norm.weight": norm_gradient}
+        if not self.tied:
+            gradients["lm_head.weight"] = weight_gradient
+        self._submit(step, head, gradients)
+        return loss, gradient, weight_gradient if self.tied else None
+
+    def _embed_backward(
+        self,
+        step: Step,
+        embed: Unit,
+        input_ids: torch.Tensor,
+        gradient: torch.Tensor,
+        tied_gradient: torch.Tensor | None,
+    ) -> None:
+        rows = embed.parameters[0].shape[0]
+        # The sorting kernel behind this is deterministic, unlike an atomic index_add.
+        total = torch.ops.aten.embedding_dense_backward(
+            gradient, input_ids, rows, self.functions.padding_index, False
+        )
+        if tied_gradient is not None:
+            total = tied_gradient.add_(total)
+        self._submit(step, embed, {"weight": total})
+
+    def _submit(self, step: Step, unit: Unit, gradients: dict[str, torch.Tensor]) -> None:
+        """Copies gradients into the unit's flat buffer and hands it to the transfer thread."""
+        buffer = self.buffers.gradient(unit)
+        if buffer.free is not None:
+            with step.timeline.span("compute", unit.name, "wait gradient buffer"):
+                buffer.free.wait(self.device.compute)
+        buffer.free = step.signal("reduced", unit.index)
+        targets = [p.view(buffer.memory) for p in unit.parameters]
+        torch._foreach_copy_(targets, [gradients[p.local] for p in unit.parameters])
+        step.signal("gradient", unit.index).fire(self.device.compute)
+
+    # --- transfers ------------------------------------------------------------------------------
+
+    def _transfer(self) -> None:
+        delivery = make_delivery(self.layout.delivery, self.device, self.rank, self.ranks, self.abort)
+        reduction = make_reduction(
+            self.layout.reduction, self.device, self.landing, self.rank, self.ranks, self.abort
+        )
+        program = transfers(
+            len(self.units) - 2, min(self.layout.window, len(self.units) - 2), self.modes, self.tied
+        )
+        while (step := self._steps.get()) is not None:
+            for transfer in program:
+                unit = self.units[transfer.unit]
+                if isinstance(transfer, Deliver):
+                    self._deliver(step, unit, transfer, delivery)
+                elif isinstance(transfer, Reduce):
+                    self._reduce(step, unit, reduction)
+                elif isinstance(transfer, Stash):
+                    self.stash.to_host(step, unit)
+                elif isinstance(transfer, Fetch):
+                    self.stash.to_device(step, unit, step.signal("visited", self.visits.backward(unit.index)))
+        self._landings.put(None)
+
+    def _chunks(self, unit: Unit) -> list[tuple[int, int]]:
+        return chunks(unit, self.layout.chunk_bytes, self.dtype.itemsize, self.ranks)
+
+    def _deliver(self, step: Step, unit: Unit, transfer: Deliver, delivery: Any) -> None:
+        slot = self.buffers.slot(unit)
+        if transfer.visit <= self.visits.head:
+            # Publish, then deliver. Backward reads the same version and needs no gate of its own.
+            self.gates.wait_published(unit.index, step.number)
+        if slot.free is not None:
+            slot.free.wait(self.device.to_device)
+            slot.free.wait(self.device.collective)
+        slot.free = step.signal("visited", transfer.release)
+        source = self.state.delivered(unit)
+        with step.timeline.span("deliver", unit.name, "deliver", self.device.to_device, delivery.stream):
+            for start, stop in self._chunks(unit):
+                delivery.chunk(source, slot.memory, start, stop)
+        step.signal("delivered", transfer.visit).fire(delivery.stream)
+
+    def _reduce(self, step: Step, unit: Unit, reduction: Any) -> None:
+        gradient = self.buffers.gradient(unit).memory
+        complete = step.signal("gradient", unit.index)
+        complete.wait(self.device.collective)
+        complete.wait(self.device.to_host)
+        self.gates.wait_consumed(*self.landing.plan.previous(unit, step.number))
+        with step.timeline.span("reduce", unit.name, "reduce", self.device.collective, self.device.to_host):
+            for i, (start, stop) in enumerate(self._chunks(unit)):
+                arrival = reduction.chunk(unit, gradient, start, stop)
+                self._landings.put((Landed(step.number, unit.index, i, 0.0), arrival))
+        # The buffer is free when both the collectives and the copies that read it have run.
+        if self.device.to_host is not None and self.device.collective is not None:
+            self.device.to_host.wait_stream(self.device.collective)
+        step.signal("reduced", unit.index).fire(self.device.to_host)
+
+    def _report_landings(self) -> None:
+        """Tells the worker about chunks in order, each when it is really in host memory."""
+        while (item := self._landings.get()) is not None:
+            message, arrival = item
+            arrival.done.synchronize()
+            if arrival.sum_of_squares is not None:
+                message = message._replace(sum_of_squares=float(arrival.sum_of_squares))
+            self.gates.send(message)
+
+
+class _Visit:
+    """Compute on one unit: waits for its delivery, and fires `visited` when its slot may go."""
+
+    def __init__(self, engine: Engine, step: Step, unit: Unit, visit: int, phase: str) -> None:
+        self._engine, self._step, self._unit = engine, step, unit
+        self._visit, self._phase = visit, phase
+
+    def __enter__(self) -> None:
+        engine, step = self._engine, self._step
+        stayed = (
+            self._visit > engine.visits.head
+            and self._unit.index > engine.visits.layers - engine.layout.window
+        )
+        if not stayed:
+            with step.timeline.span("compute", self._unit.name, "wait delivery"):
+                step.signal("delivered", self._visit).wait(engine.device.compute)
+        self._span = step.timeline.span("compute", self._unit.name, self._phase)
+        self._span.__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        self._span.__exit__(*failure)
+        if failure[0] is None:
+            self._step.signal("visited", self._visit).fire(self._engine.device.compute)

@@ -1,0 +1,90 @@
+"""When each piece of a step ran, on every stream: CUDA events on a GPU, the clock on a CPU."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from slidedp.stream.device import Device
+
+Mark = torch.cuda.Event | float
+
+
+class Span(NamedTuple):
+    """A resolved piece of a step; times are milliseconds since the step began."""
+
+    track: str
+    """`compute`, `deliver` or `reduce`."""
+    unit: str
+    phase: str
+    """`forward`, `head`, `backward`, `deliver`, `reduce`, or `wait <cause>`."""
+    start: float
+    end: float
+
+
+class Timeline:
+    """Spans of one step. Recording costs two events a span; nothing waits."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._spans: list[tuple[str, str, str, Mark, Mark]] = []
+        self._origin = self._mark(device.compute)
+        self._last = self._origin
+        self.began = time.time()
+
+    def _mark(self, stream: torch.cuda.Stream | None) -> Mark:
+        if stream is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    @contextmanager
+    def span(
+        self,
+        track: str,
+        unit: str,
+        phase: str,
+        begin: torch.cuda.Stream | None = None,
+        end: torch.cuda.Stream | None = None,
+    ) -> Iterator[None]:
+        """Marks what is enqueued inside, from `begin` to `end` (the compute stream by default)."""
+        start = self._mark(begin or self._device.compute)
+        yield
+        stop = self._mark(end or self._device.compute)
+        self._spans.append((track, unit, phase, start, stop))
+
+    def close(self) -> None:
+        """Marks the end of the step's compute."""
+        self._last = self._mark(self._device.compute)
+
+    def done(self) -> bool:
+        """Whether the step's compute has run, so that `resolve` does not wait."""
+        return isinstance(self._last, float) or self._last.query()
+
+    def seconds_since(self, earlier: "Timeline") -> float:
+        """From the beginning of an earlier step to the beginning of this one."""
+        return self._elapsed(earlier._origin, self._origin) / 1e3
+
+    def total_ms(self) -> float:
+        """From the step's beginning to the end of its compute."""
+        return self._elapsed(self._origin, self._last)
+
+    @staticmethod
+    def _elapsed(start: Mark, end: Mark) -> float:
+        if isinstance(start, float) or isinstance(end, float):
+            return (float(end) - float(start)) * 1e3  # type: ignore[arg-type]
+        return start.elapsed_time(end)
+
+    def resolve(self, tracks: tuple[str, ...]) -> list[Span]:
+        """The spans of some tracks. Waits for transfers that still run."""
+        resolved = []
+        for track, unit, phase, start, end in list(self._spans):
+            if track in tracks:
+                if isinstance(end, torch.cuda.Event):
+                    end.synchronize()
+                times = self._elapsed(self._origin, start), self._elapsed(self._origin, end)
+                resolved.append(Span(track, unit, phase, *times))
+        return resolved

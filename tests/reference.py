@@ -1,0 +1,43 @@
+"""The plain loop that every route must agree with: one process, one model, torch.optim.AdamW."""
+
+from types import SimpleNamespace
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from slidedp.config import Config
+from slidedp.data.order import Order
+from slidedp.data.samples import Samples
+
+
+def train(config: Config) -> SimpleNamespace:
+    """Losses (global mean) and final parameters of `config` in FP32 on the CPU."""
+    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    model.train()
+    settings = config.optimizer
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
+    samples = Samples(config.data.path)
+    order = Order(samples.count, config.batch_size, config.seed)
+    losses, norms = [], []
+    for step in range(config.steps):
+        input_ids, labels = samples.rows(order.step(step))
+        logits = model(input_ids=input_ids).logits
+        total = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum"
+        )
+        loss = total / (labels != -100).sum()
+        optimizer.zero_grad()
+        loss.backward()
+        limit = float("inf") if settings.clip_norm is None else settings.clip_norm
+        norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, limit)))
+        for group in optimizer.param_groups:
+            group["lr"] = settings.lr_at(step, config.steps)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    named = {n: p.detach() for n, p in model.named_parameters()}
+    return SimpleNamespace(losses=losses, norms=norms, parameters=named)
