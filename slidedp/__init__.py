@@ -1,1 +1,25 @@
-"""Full-parameter fine-tuning of language models that do not fit in GPU memory."""
+"""SlideDP: fine-tune every parameter of a language model that does not fit in GPU memory.
+
+run = launch(Config(model="folder or hub id", data=Data(path="texts/")))
+run.wait().export("tuned/")
+"""
+
+from slidedp.config import Config, Data, Layout, Optimizer
+from slidedp.errors import ConfigError
+from slidedp.preflight import Plan, plan
+from slidedp.session import Run, RunFailed, launch
+from slidedp.telemetry import open_run
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Data",
+    "Layout",
+    "Optimizer",
+    "Plan",
+    "Run",
+    "RunFailed",
+    "launch",
+    "open_run",
+    "plan",
+]

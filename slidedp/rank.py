@@ -1,9 +1,7 @@
 """What one rank process does, top to bottom."""
 
-import ctypes
-import signal
 import sys
-import traceback
+import warnings
 from collections import deque
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -18,6 +16,7 @@ from slidedp.data.samples import Samples
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.memory import Handle, pss_bytes
 from slidedp.host.messages import Finished, Started
+from slidedp.host.process import die_with_parent, reporting
 from slidedp.host.state import HostState, StateHandle
 from slidedp.model.families import layer_function, norm_function, rotary_tables, skeleton
 from slidedp.model.loss import IGNORED, softmax_gradient
@@ -40,14 +39,6 @@ class RankSetup(NamedTuple):
     samples: str
     rendezvous: str
     """File through which ranks find each other."""
-
-
-def die_with_parent() -> None:
-    """Jupyter's stop button must not kill a process that only the launcher may stop; the launcher's
-    death must end it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connection) -> None:
@@ -96,6 +87,7 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
                     if device.is_cuda:
                         torch.cuda.empty_cache()
                     engine, landing = build(begin.layout, begin.landing)
+                    launcher.send({"kind": "layout", "rank": rank, "step": step})
             rows = order.step(step)[rank * per_rank : (rank + 1) * per_rank]
             input_ids, labels = samples.rows(rows)
             targets = int((labels != IGNORED).sum())
@@ -181,23 +173,19 @@ def main(rank: int, setup: RankSetup, worker: Connection, launcher: Connection) 
     die_with_parent()
     # Threads hand the GIL over often: the transfer thread must not wait 5 ms behind compute's Python.
     sys.setswitchinterval(0.0005)
+    # torch 2.13 renames its flat collectives; 2.11 has only the old names.
+    warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     ranks = int(setup.config.ranks or 1)
-    try:
-        if setup.config.device == "cuda":
-            torch.cuda.set_device(rank)
-        else:
+    with reporting(f"rank {rank}", launcher):
+        cuda = setup.config.device == "cuda"
+        if not cuda:
             torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
         dist.init_process_group(
-            "nccl" if setup.config.device == "cuda" else "gloo",
+            "nccl" if cuda else "gloo",
             init_method=f"file://{setup.rendezvous}",
             rank=rank,
             world_size=ranks,
-            device_id=torch.device("cuda", rank) if setup.config.device == "cuda" else None,
+            device_id=torch.device("cuda", rank) if cuda else None,
         )
         run_rank(rank, setup, worker, launcher)
         dist.destroy_process_group()
-    except BaseException as error:
-        launcher.send(
-            {"kind": "error", "rank": rank, "type": type(error).__name__, "text": traceback.format_exc()}
-        )
-        raise

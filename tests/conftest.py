@@ -1,5 +1,7 @@
 """Skips the tests that this machine has no hardware for."""
 
+import sys
+
 import pytest
 
 
@@ -15,3 +17,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if found < n:
             reason = f"needs {n} CUDA device{'s' * (n > 1)}, found {found}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_sessionfinish() -> None:
+    """Ends the processes of tests/pool.py, if any test has started some."""
+    module = sys.modules.get("tests.pool")
+    if module is not None:
+        module.close_pools()

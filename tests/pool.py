@@ -1,15 +1,19 @@
 """Rank and worker processes that stay up between test cases, and what a case gives them.
 
 A case is a real run of `slidedp.rank.run_rank` and `slidedp.host.worker.run_worker` over real shared
-memory and real gloo; only starting Python and importing torch is saved. `patch` names a function that
-the processes run around the case, to inject delays or remove a gate.
+memory and real gloo; only starting Python and importing torch is saved. `patch` names a context manager
+that the processes enter around the case, to inject delays, remove a gate or record what happens: it
+gets `index` (the rank, None in the worker), and what it yields comes back in `Outcome.recorded`.
 """
 
+import gc
 import importlib
 import os
 import tempfile
+import time
 import traceback
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -19,38 +23,79 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from slidedp.config import Config
+from slidedp.config import DTYPES, Config, Layout
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.state import HostState
-from slidedp.host.worker import SetLayout, run_worker
+from slidedp.host.worker import OptimizerWorker, SetLayout, run_worker
 from slidedp.model.families import load_config, skeleton
 from slidedp.model.load import fill_random, load_pretrained
-from slidedp.model.units import units_of
+from slidedp.model.units import Unit, units_of
 from slidedp.rank import RankSetup, die_with_parent, run_rank
 
+DEADLINE = 120.0
+"""Seconds after which a case counts as hung."""
 
-def _patched(patch: str | None, arguments: dict):
+
+def _patched(patch: str | None, arguments: dict) -> Any:
     if patch is None:
         return nullcontext()
     module, name = patch.rsplit(".", 1)
     return getattr(importlib.import_module(module), name)(**arguments)
 
 
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """`owner.name` is `value` inside the block."""
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
 def _serve(index: int, ranks: int, rendezvous: str, jobs: list[Connection]) -> None:
     die_with_parent()
     torch.set_num_threads(1)
     if index < ranks:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{rendezvous}", rank=index, world_size=ranks
-        )
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=index, world_size=ranks)
     while (job := jobs[index].recv()) is not None:
-        function, patch, arguments, launcher = job
+        _serve_one(*job)
+        del job
+        _forget_segments()
+
+
+def _serve_one(function: Any, patch: str | None, arguments: dict, launcher: Connection) -> None:
+    try:
+        with _patched(patch, arguments.pop("patch_arguments")) as recorded:
+            function(**arguments)
+        launcher.send({"kind": "done", "recorded": recorded})
+    except BaseException:
+        launcher.send({"kind": "failed", "text": traceback.format_exc()})
+
+
+def _forget_segments() -> None:
+    """A process of a real run ends here, and its descriptors with it; ours goes on to the next case."""
+    gc.collect()
+    for fd in os.listdir("/proc/self/fd"):
         try:
-            with _patched(patch, arguments.pop("patch_arguments")):
-                function(**arguments)
-            launcher.send({"kind": "done"})
-        except BaseException:
-            launcher.send({"kind": "failed", "text": traceback.format_exc()})
+            if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:slidedp-"):
+                os.close(int(fd))
+        except OSError:
+            continue  # the listing's own descriptor, or one that has just gone
+
+
+def _run_worker(config: Config, launcher: Connection, **arguments: Any) -> None:
+    """`run_worker`, which also reports each layout it adopts and the first step under it."""
+    use = OptimizerWorker._use
+
+    def reporting(worker: OptimizerWorker, layout: Layout, landing: Landing) -> None:
+        first = worker.step + 1 if hasattr(worker, "layout") else 0
+        use(worker, layout, landing)
+        launcher.send({"kind": "layout", "step": first, "layout": layout})
+
+    with replaced(OptimizerWorker, "_use", reporting):
+        run_worker(config, launcher=launcher, **arguments)
 
 
 class Pool:
@@ -58,36 +103,40 @@ class Pool:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
+        self.broken = False
         self._folder = tempfile.TemporaryDirectory()
         pipes = [mp.get_context("spawn").Pipe() for _ in range(ranks + 1)]
         self._jobs = [ours for ours, _ in pipes]
-        self.processes = mp.start_processes(
+        self._processes = mp.start_processes(
             _serve,
             (ranks, f"{self._folder.name}/rendezvous", [theirs for _, theirs in pipes]),
             nprocs=ranks + 1,
             join=False,
             start_method="spawn",
-        )
+        ).processes
 
     def run(
         self,
         config: Config,
         *,
-        layouts: dict[int, Any] | None = None,
+        layouts: dict[int, Layout] | None = None,
         patch: str | None = None,
         patch_arguments: dict | None = None,
     ) -> "Outcome":
-        """Trains `config` from its model folder; `layouts` maps a step to the layout set before it."""
+        """Trains `config` from its model folder.
+
+        `layouts` maps a step to the layout that is asked for then; it takes effect a step or two
+        later (`Outcome.layouts` says when), and the next one is asked for only after that.
+        """
         config = replace(config, ranks=self.ranks, device="cpu").resolved()
         model = load_config(config.model)
         units = units_of(skeleton(model, config.sequence_length))
-        state = HostState(units, {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.compute_dtype])
+        state = HostState(units, DTYPES[str(config.compute_dtype)])
         if isinstance(config.model, str):
             load_pretrained(state, config.model)
         else:
             fill_random(state, model, config.seed)
-        plan = LandingPlan(units, self.ranks, config.layout, state.dtype.itemsize)
-        landing = Landing(plan, state.dtype)
+        landing = Landing(LandingPlan(units, self.ranks, config.layout, state.dtype.itemsize), state.dtype)
         pipe = mp.get_context("spawn").Pipe
         to_worker = [pipe() for _ in range(self.ranks)]
         outputs = [pipe() for _ in range(self.ranks + 1)]
@@ -109,49 +158,85 @@ class Pool:
             "launcher": outputs[-1][1],
             "patch_arguments": {"index": None, **(patch_arguments or {})},
         }
-        self._jobs[-1].send((run_worker, patch, arguments, outputs[-1][1]))
-        outcome = Outcome(state)
-        outcome.collect([ours for ours, _ in outputs], layouts or {}, self.ranks)
+        self._jobs[-1].send((_run_worker, patch, arguments, outputs[-1][1]))
+        outcome = Outcome(state.units)
+        try:
+            outcome.collect([ours for ours, _ in outputs], layouts or {}, self.ranks, state)
+        except BaseException:
+            self.close()  # its processes wait for each other: the next case gets a new pool
+            raise
+        finally:
+            landing.close()
+            state.close()
         return outcome
 
     def close(self) -> None:
+        """Ends the processes, at once if a case has failed."""
+        if self.broken:
+            return
+        self.broken = True
         for job in self._jobs:
-            job.send(None)
-        self.processes.join()
+            try:
+                job.send(None)
+            except OSError:
+                continue
+        deadline = time.monotonic() + 2
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
         self._folder.cleanup()
 
 
 class Outcome:
     """Losses, updates and the final state of a case."""
 
-    def __init__(self, state: HostState) -> None:
-        self.state = state
+    def __init__(self, units: tuple[Unit, ...]) -> None:
+        self.units = units
         self.steps: list[dict] = []
         self.updates: list[dict] = []
-        self.landings: list[Landing] = []
+        self.layouts: list[tuple[int, Layout]] = []
+        """(first step, layout) of every layout in turn."""
+        self.recorded: list[Any] = []
+        """What the patch yielded: one item for each rank, then the worker's."""
+        self.masters: list[torch.Tensor] = []
+        """Final FP32 buffer of every unit, padding included."""
 
-    def collect(self, outputs: list[Connection], layouts: dict[int, Any], ranks: int) -> None:
-        worker, open_outputs = outputs[-1], list(outputs)
-        layouts = dict(layouts)
+    def collect(
+        self, outputs: list[Connection], layouts: dict[int, Layout], ranks: int, state: HostState
+    ) -> None:
+        """Reads events until every process is done."""
+        waiting, asked = sorted(layouts.items()), 0
+        self.recorded = [None] * len(outputs)
+        open_outputs, landings = list(outputs), []
+        deadline = time.monotonic() + DEADLINE
         while open_outputs:
-            for output in wait(open_outputs):
-                event = output.recv()
+            ready = wait(open_outputs, timeout=max(0.0, deadline - time.monotonic()))
+            assert ready, f"no end after {DEADLINE} s; {len(self.updates)} steps are done"
+            for output in ready:
+                event = output.recv()  # type: ignore[union-attr]
                 if event["kind"] == "failed":
                     raise AssertionError(event["text"])
                 if event["kind"] == "done":
-                    open_outputs.remove(output)
+                    open_outputs.remove(output)  # type: ignore[arg-type]
+                    self.recorded[outputs.index(output)] = event["recorded"]  # type: ignore[arg-type]
                 elif event["kind"] == "step":
                     self.steps.append(event)
+                elif event["kind"] == "layout":
+                    self.layouts.append((event["step"], event["layout"]))
                 elif event["kind"] == "update":
                     self.updates.append(event)
-                    # The next layout goes out as soon as the one before has begun to work.
-                    if layouts and event["step"] + 1 >= min(layouts):
-                        layout = layouts.pop(min(layouts))
-                        plan = LandingPlan(
-                            self.state.units, ranks, layout, self.state.dtype.itemsize
-                        )
-                        self.landings.append(Landing(plan, self.state.dtype))
-                        worker.send(SetLayout(layout, self.landings[-1].handle))
+            done = len(self.updates)
+            if asked < len(waiting) and len(self.layouts) > asked and done >= waiting[asked][0]:
+                layout = waiting[asked][1]
+                plan = LandingPlan(self.units, ranks, layout, state.dtype.itemsize)
+                landings.append(Landing(plan, state.dtype))
+                outputs[-1].send(SetLayout(layout, landings[-1].handle))
+                asked += 1
+        for landing in landings:
+            landing.close()
+        self.masters = [torch.from_numpy(state.unit(unit).master.copy()) for unit in self.units]
 
     def losses(self) -> list[float]:
         """Global mean loss of every step."""
@@ -160,42 +245,51 @@ class Outcome:
         targets = [sum(e["targets"] for e in self.steps if e["step"] == s) for s in range(count)]
         return [a / b for a, b in zip(sums, targets, strict=True)]
 
+    def rank_losses(self) -> dict[tuple[int, int], float]:
+        """Summed loss by (step, rank)."""
+        return {(e["step"], e["rank"]): e["loss_sum"] for e in self.steps}
+
+    def norms(self) -> list[float]:
+        """Gradient norm of every step, before clipping; NaN where units updated in backward."""
+        return [e["gradient_norm"] for e in self.updates]
+
     def parameters(self) -> dict[str, torch.Tensor]:
         """FP32 masters by checkpoint name."""
-        found = {}
-        for unit in self.state.units:
-            master = torch.from_numpy(self.state.unit(unit).master)
-            found |= {p.name: p.view(master).clone() for p in unit.parameters}
-        return found
+        return {
+            p.name: p.view(master)
+            for unit, master in zip(self.units, self.masters, strict=True)
+            for p in unit.parameters
+        }
 
 
 _pools: dict[int, Pool] = {}
 
 
 def pool(ranks: int) -> Pool:
-    """The pool of this many ranks, started on first use."""
-    if ranks not in _pools:
+    """The pool of this many ranks, started on first use and again after a failure."""
+    if ranks not in _pools or _pools[ranks].broken:
         _pools[ranks] = Pool(ranks)
     return _pools[ranks]
 
 
 def close_pools() -> None:
+    """Ends all pools."""
     while _pools:
         _pools.popitem()[1].close()
 
 
 def small_model(folder: Path, *, tied: bool = True, kind: str = "qwen3") -> str:
-    """A random Hugging Face folder whose sizes divide by nothing convenient."""
-    from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+    """A random Hugging Face folder whose sizes divide by nothing convenient. Every unit but a tied
+    head is two to four chunks of 4 KiB, and five layers do not fit a landing ring of four."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
     configs = {"qwen3": Qwen3Config, "llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config}
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(0)
+    heads = {} if kind == "qwen2" else {"head_dim": 8}
     config = configs[kind](
-        vocab_size=211, hidden_size=36, intermediate_size=52, num_hidden_layers=5, num_attention_heads=3,
-        num_key_value_heads=1, head_dim=12, tie_word_embeddings=tied, max_position_embeddings=64,
-        pad_token_id=None, bos_token_id=None, eos_token_id=None,
+        vocab_size=97, hidden_size=20, intermediate_size=28, num_hidden_layers=5, num_attention_heads=2,
+        num_key_value_heads=1, tie_word_embeddings=tied, max_position_embeddings=64,
+        pad_token_id=None, bos_token_id=None, eos_token_id=None, **heads,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():  # norms and biases that are not all alike

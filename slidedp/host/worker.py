@@ -19,6 +19,7 @@ from slidedp.host import kernels
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.memory import Handle
 from slidedp.host.messages import Begin, Consumed, Finished, Landed, Published, Started
+from slidedp.host.process import die_with_parent, reporting
 from slidedp.host.state import HostState, StateHandle
 from slidedp.model.units import Unit, chunks
 
@@ -254,3 +255,19 @@ def run_worker(
                 worker.command(message)
             else:
                 worker.handle(message)
+
+
+def main(
+    config: Config,
+    state: StateHandle,
+    landing: Handle,
+    ranks: list[Connection],
+    launcher: Connection,
+) -> None:
+    """Entry of the spawned worker."""
+    die_with_parent()
+    # Read when Numba loads its OpenMP: threads that wait for the next chunk must not spin on cores
+    # that the ranks need.
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    with reporting("the optimizer worker", launcher):
+        run_worker(config, state, landing, ranks, launcher)

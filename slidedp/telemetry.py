@@ -1,0 +1,154 @@
+"""What a run reports: one stream of events, on disk as JSON lines, in memory as DataFrames.
+
+The same class reads a live run and a finished one (`open_run`).
+"""
+
+import dataclasses
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from slidedp.config import Config
+from slidedp.errors import ConfigError
+
+EVENTS = "events.jsonl"
+RUN = "run.json"
+
+
+class RunLog:
+    """Events of one run. Appending is thread-safe; reading gives DataFrames of what is there."""
+
+    def __init__(self, folder: Path, description: dict[str, Any], events: list[dict[str, Any]]) -> None:
+        self.folder, self.description = folder, description
+        self._events = events
+        self._lock = threading.Lock()
+        self._file: Any = None
+
+    @classmethod
+    def create(cls, folder: Path, description: dict[str, Any]) -> "RunLog":
+        """Starts a run folder."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RUN).write_text(json.dumps(description, indent=1))
+        log = cls(folder, description, [])
+        log._file = open(folder / EVENTS, "a", buffering=1)  # noqa: SIM115 (open as long as the run)
+        return log
+
+    @classmethod
+    def read(cls, folder: Path) -> "RunLog":
+        """A run folder of this or an earlier process."""
+        try:
+            description = json.loads((folder / RUN).read_text())
+            lines = (folder / EVENTS).read_text().splitlines()
+        except OSError as error:
+            raise ConfigError(f"{folder}: not a run folder ({error.strerror}: {error.filename})") from error
+        return cls(folder, description, [json.loads(line) for line in lines])
+
+    def add(self, event: dict[str, Any]) -> None:
+        with self._lock:
+            self._events.append(event)
+            if self._file is not None:
+                self._file.write(json.dumps(event) + "\n")
+
+    def close(self) -> None:
+        with self._lock:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        with self._lock:
+            return [event for event in self._events if event["kind"] == kind]
+
+    @property
+    def steps_done(self) -> int:
+        """Steps whose compute has been reported by every rank."""
+        return len(self.events("step")) // int(self.description["ranks"])
+
+    def ranks(self) -> pd.DataFrame:
+        """One row per step and rank: loss (mean over the rank's targets), targets, seconds, and the
+        seconds its compute waited, by cause."""
+        rows = []
+        for e in self.events("step"):
+            waits = {f"wait_{cause.replace(' ', '_')}": s for cause, s in e["wait_seconds"].items()}
+            rows.append(
+                {
+                    "step": e["step"],
+                    "rank": e["rank"],
+                    "loss": e["loss_sum"] / max(1, e["targets"]),
+                    "loss_sum": e["loss_sum"],
+                    "targets": e["targets"],
+                    "compute_seconds": e["compute_seconds"],
+                    "step_seconds": e["step_seconds"],
+                    "gpu_peak_gib": e["gpu_peak_bytes"] / 2**30,
+                    **waits,
+                }
+            )
+        columns = ["step", "rank", "loss", "targets", "compute_seconds", "step_seconds", "gpu_peak_gib"]
+        return pd.DataFrame(rows, columns=None if rows else columns)
+
+    def metrics(self) -> pd.DataFrame:
+        """One row per step, over all ranks.
+
+        loss: mean over all targets; tokens_per_second: target tokens only; tflops_per_gpu: model FLOPs
+        without recomputation; busy: fraction of the step in which compute did not wait; lr,
+        gradient_norm (before clipping), update_seconds: of the worker.
+        """
+        ranks = self.ranks()
+        names = ["loss", "targets", "step_seconds", "tokens_per_second", "tflops_per_gpu", "busy"]
+        if ranks.empty:
+            return pd.DataFrame(columns=["step", *names]).set_index("step")
+        waits = [c for c in ranks if c.startswith("wait_")]
+        ranks["waiting"] = ranks[waits].fillna(0).sum(axis=1) if waits else 0.0
+        groups = ranks.groupby("step")
+        complete = groups["rank"].count() == int(self.description["ranks"])
+        table = pd.DataFrame(
+            {
+                "loss": groups["loss_sum"].sum() / groups["targets"].sum(),
+                "targets": groups["targets"].sum(),
+                "step_seconds": groups["step_seconds"].max(),
+                "busy": 1 - groups["waiting"].mean() / groups["compute_seconds"].mean(),
+            }
+        )
+        table["tokens_per_second"] = table["targets"] / table["step_seconds"]
+        flops = float(self.description["flops_per_token"])
+        per_rank = table["tokens_per_second"] / int(self.description["ranks"])
+        table["tflops_per_gpu"] = per_rank * flops / 1e12
+        table = table[complete][names]
+        updates = pd.DataFrame(self.events("update"))
+        if not updates.empty:
+            table = table.join(updates.drop(columns="kind").set_index("step"))
+        return table
+
+    def timeline(self, step: int) -> pd.DataFrame:
+        """Spans of a sampled step on every rank: rank, track, unit, phase, start and end in ms."""
+        rows = [
+            (event["rank"], *span)
+            for event in self.events("step")
+            if event["step"] == step
+            for span in event.get("timeline", ())
+        ]
+        return pd.DataFrame(rows, columns=["rank", "track", "unit", "phase", "start", "end"])
+
+    def sampled_steps(self) -> list[int]:
+        """Steps that have a full timeline."""
+        return sorted({e["step"] for e in self.events("step") if "timeline" in e})
+
+
+def open_run(folder: str | Path) -> RunLog:
+    """The metrics and timelines of a run folder, whether the run goes on or not."""
+    return RunLog.read(Path(folder))
+
+
+def describe(config: Config, flops_per_token: float, parameters: int) -> dict[str, Any]:
+    """What the run folder records about a run besides its events; plain JSON."""
+    plain = dataclasses.asdict(dataclasses.replace(config, model=""))
+    plain["model"] = config.model if isinstance(config.model, str) else config.model.to_dict()
+    return {
+        "config": plain,
+        "ranks": config.ranks,
+        "flops_per_token": flops_per_token,
+        "parameters": parameters,
+    }
