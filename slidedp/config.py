@@ -22,7 +22,7 @@ from slidedp.errors import ConfigError
 
 DELIVERIES = ("replicated", "sharded", "broadcast")
 REDUCTIONS = ("cpu", "gpu", "gpu_root")
-ACTIVATIONS = ("keep", "recompute", "offload")
+ACTIVATIONS = ("keep", "partial", "recompute", "offload")
 SCHEDULES = ("in_forward", "in_backward")
 LR_SCHEDULES = ("constant", "linear", "cosine")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -56,7 +56,11 @@ class Layout:
     gradient_slots: int = 2
     """GPU buffers that hold one decoder layer's gradients each."""
     activations: str | tuple[str, ...] = "recompute"
-    """`keep`, `recompute` or `offload`: one mode for all decoder layers, or one for each."""
+    """What a layer leaves for its backward: `keep` (all intermediates stay on the GPU), `partial` (the
+    compiler keeps `partial_budget` of them and recomputes the cheap rest), `recompute` (only the input
+    stays) or `offload` (the input goes to host memory). One mode for all decoder layers, or one each."""
+    partial_budget: float = 0.5
+    """Fraction of the intermediates' bytes that `partial` keeps. Without compilation it keeps all."""
     schedule: str = "in_forward"
     """`in_forward`: units update in the next step's forward order, once the global norm is known.
     `in_backward`: each unit updates as soon as its gradient is complete; clipping is impossible."""
@@ -68,6 +72,8 @@ class Layout:
         _at_least("layout.chunk_bytes", self.chunk_bytes, 4096)
         _at_least("layout.window", self.window, 1)
         _at_least("layout.gradient_slots", self.gradient_slots, 1)
+        if not 0 < self.partial_budget <= 1:
+            raise ConfigError(f"layout.partial_budget={self.partial_budget!r}: expected a number in (0, 1]")
         if isinstance(self.activations, list):
             object.__setattr__(self, "activations", tuple(self.activations))
         modes = (self.activations,) if isinstance(self.activations, str) else self.activations

@@ -130,14 +130,15 @@ def _device_bytes(config: Config, model: Any, units: tuple[Unit, ...], dtype: to
     edge = shapes["edge"][0] + shapes.get("tied_head", [0])[0]
     intermediates = tokens * intermediates_per_token(model) * size
     vocabulary = units[0].parameters[0].numel
+    kept = modes.count("keep") + modes.count("partial") * config.layout.partial_budget
     rings = (OUTGOING + FETCH_AHEAD) * stash_numel(config, width) if "offload" in modes else 0
     sizes = {
         "window": sum(shapes["slots"]) * size,
         "gradient buffers": sum(shapes["gradients"]) * size,
         "embedding and head, weights": edge * size,
         "embedding and head, gradients": edge * size,
-        "kept layer inputs": (modes.count("recompute") + modes.count("keep")) * tokens * width * size,
-        "kept intermediates (estimate)": modes.count("keep") * intermediates,
+        "kept layer inputs": (len(modes) - modes.count("offload")) * tokens * width * size,
+        "kept intermediates (estimate)": int(kept * intermediates),
         "offload rings": rings * size,
         # The peak is either one layer's backward or the loss with its FP32 weight gradient.
         "workspace (estimate)": max(

@@ -1,12 +1,16 @@
 """What one rank process does, top to bottom."""
 
 import sys
+import time
+import types
 import warnings
 from collections import deque
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
+import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
@@ -18,7 +22,7 @@ from slidedp.host.memory import Handle, pss_bytes
 from slidedp.host.messages import Finished, Started
 from slidedp.host.process import die_with_parent, reporting
 from slidedp.host.state import HostState, StateHandle
-from slidedp.model.families import layer_function, norm_function, rotary_tables, skeleton
+from slidedp.model.families import LayerFunction, layer_function, norm_function, rotary_tables, skeleton
 from slidedp.model.loss import IGNORED, softmax_gradient
 from slidedp.stream.device import Abort, Aborted, Device
 from slidedp.stream.gates import Gates
@@ -46,6 +50,7 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
     config = setup.config
     ranks = int(config.ranks or 1)
     abort = Abort()
+    launcher.send({"kind": "mark", "what": f"rank {rank} imported and connected", "time": time.time()})
     device = Device(str(config.device), rank)
     if device.compute is not None:
         torch.cuda.set_stream(device.compute)
@@ -73,7 +78,7 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
         landing.close()
 
     engine, landing = build(config.layout, setup.landing)
-    launcher.send({"kind": "ready", "rank": rank})
+    launcher.send({"kind": "ready", "rank": rank, "time": time.time()})
     metrics = MetricsQueue(rank, device, launcher)
     try:
         for step in range(config.steps):
@@ -86,6 +91,7 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
                     del engine, landing
                     if device.is_cuda:
                         torch.cuda.empty_cache()
+                        torch.cuda.reset_peak_memory_stats()
                     engine, landing = build(begin.layout, begin.landing)
                     launcher.send({"kind": "layout", "rank": rank, "step": step})
             rows = order.step(step)[rank * per_rank : (rank + 1) * per_rank]
@@ -115,12 +121,33 @@ def model_functions(
     """The compute of embed, layer and head, compiled if the config says so."""
     model = skeleton(model_config)
     layer, softmax = layer_function(model), softmax_gradient
-    if config.compile:
-        layer = torch.compile(layer, dynamic=False)
-        softmax = torch.compile(softmax, dynamic=False)
+    compiled = torch.compile(layer, dynamic=False) if config.compile else layer
     cos, sin = rotary_tables(model_config, model, config.sequence_length, device.torch, dtype)
     padding = model.model.embed_tokens.padding_idx
-    return ModelFunctions(layer, norm_function(model), softmax, cos, sin, -1 if padding is None else padding)
+    return ModelFunctions(
+        layer=compiled,
+        partial=partial(compile_partial, layer) if config.compile else lambda budget: compiled,
+        norm=norm_function(model),
+        softmax=torch.compile(softmax, dynamic=False) if config.compile else softmax,
+        cos=cos,
+        sin=sin,
+        padding_index=-1 if padding is None else padding,
+    )
+
+
+def compile_partial(layer: Any, budget: float) -> LayerFunction:
+    """The layer compiled with the partitioner's activation memory budget, a fraction in (0, 1]."""
+    # torch.compile caches by code object: a variant needs one of its own.
+    code = layer.__code__.replace(co_name=f"layer_keeping_{budget}")
+    variant = types.FunctionType(code, layer.__globals__, code.co_name, None, layer.__closure__)
+    compiled = torch.compile(variant, dynamic=False)
+
+    def call(*arguments: Any) -> torch.Tensor:
+        # The budget is read when the first call compiles; entering it later costs microseconds.
+        with functorch_config.patch(activation_memory_budget=budget):
+            return compiled(*arguments)
+
+    return call
 
 
 class MetricsQueue:

@@ -103,7 +103,9 @@ class Run:
         flops = flops_per_token(model, config.sequence_length)
         dtype = "BF16" if config.compute_dtype == "bfloat16" else "FP32"
         self.log = RunLog.create(folder, describe(config, flops, preflight.parameters) | {"dtype": dtype})
+        self._mark("launched")
         self._state: HostState | None = _loaded_state(preflight)
+        self._mark("state loaded")
         self._landings = [self._landing(config.layout)]
         self._stopping = False
         self._over = threading.Event()
@@ -144,6 +146,9 @@ class Run:
         self._watcher.start()
         self._finalizer = weakref.finalize(self, _end_processes, self._processes, 0.0)
 
+    def _mark(self, what: str) -> None:
+        self.log.add({"kind": "mark", "what": what, "time": time.time()})
+
     def _landing(self, layout: Layout) -> Landing:
         assert self._state is not None
         dtype = self._state.dtype
@@ -167,12 +172,12 @@ class Run:
                         continue
                     if event["kind"] == "error":
                         errors.append(event)
-                    elif event["kind"] == "ready":
+                        continue
+                    if event["kind"] == "ready":
                         ready += 1
                         if ready == len(self._processes):
                             self.status = "running"
-                    else:
-                        self._take(event)
+                    self._take(event)
                 else:
                     index = running.pop(item)
                     self._processes[index].join()  # the sentinel fires a moment before the exit code is there

@@ -5,6 +5,7 @@ The same class reads a live run and a finished one (`open_run`).
 
 import dataclasses
 import json
+import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,11 @@ class RunLog:
     def events(self, kind: str) -> list[dict[str, Any]]:
         with self._lock:
             return [event for event in self._events if event["kind"] == kind]
+
+    def events_since(self, index: int) -> list[dict[str, Any]]:
+        """All events from the `index`-th on, so that a reader which counts them reads each once."""
+        with self._lock:
+            return self._events[index:]
 
     @property
     def steps_done(self) -> int:
@@ -135,6 +141,52 @@ class RunLog:
     def sampled_steps(self) -> list[int]:
         """Steps that have a full timeline."""
         return sorted({e["step"] for e in self.events("step") if "timeline" in e})
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step over all ranks; `events` are the ranks' own, in rank order."""
+
+    step: int
+    events: list[dict[str, Any]]
+
+    @property
+    def loss(self) -> float:
+        """Mean over all targets."""
+        return sum(e["loss_sum"] for e in self.events) / max(1, sum(e["targets"] for e in self.events))
+
+    @property
+    def seconds(self) -> float:
+        """NaN for the first step, which has no step before it to measure from."""
+        return max(e["step_seconds"] or math.nan for e in self.events)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Target tokens only."""
+        return sum(e["targets"] for e in self.events) / self.seconds
+
+
+class StepReader:
+    """Follows a log step by step, at a cost that does not grow with the length of the run."""
+
+    def __init__(self, log: RunLog) -> None:
+        self._log, self._index = log, 0
+        self._partial: dict[int, list[dict[str, Any]]] = {}
+
+    def new_steps(self) -> list[Step]:
+        """The steps that every rank has reported since the last call."""
+        events = self._log.events_since(self._index)
+        self._index += len(events)
+        complete = []
+        for event in events:
+            if event["kind"] != "step":
+                continue
+            ranks = self._partial.setdefault(event["step"], [])
+            ranks.append(event)
+            if len(ranks) == int(self._log.description["ranks"]):
+                del self._partial[event["step"]]
+                complete.append(Step(event["step"], sorted(ranks, key=lambda e: e["rank"])))
+        return complete
 
 
 def open_run(folder: str | Path) -> RunLog:

@@ -9,6 +9,7 @@ gets `index` (the rank, None in the worker), and what it yields comes back in `O
 import gc
 import importlib
 import os
+import sys
 import tempfile
 import time
 import traceback
@@ -25,12 +26,13 @@ import torch.multiprocessing as mp
 
 from slidedp.config import DTYPES, Config, Layout
 from slidedp.host.landing import Landing, LandingPlan
+from slidedp.host.process import die_with_parent
 from slidedp.host.state import HostState
-from slidedp.host.worker import OptimizerWorker, SetLayout, run_worker
+from slidedp.host.worker import SetLayout, run_worker
 from slidedp.model.families import load_config, skeleton
 from slidedp.model.load import fill_random, load_pretrained
 from slidedp.model.units import Unit, units_of
-from slidedp.rank import RankSetup, die_with_parent, run_rank
+from slidedp.rank import RankSetup, run_rank
 
 DEADLINE = 120.0
 """Seconds after which a case counts as hung."""
@@ -56,6 +58,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def _serve(index: int, ranks: int, rendezvous: str, jobs: list[Connection]) -> None:
     die_with_parent()
+    sys.setswitchinterval(0.0005)  # as a rank's own entry does
     torch.set_num_threads(1)
     if index < ranks:
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=index, world_size=ranks)
@@ -85,34 +88,24 @@ def _forget_segments() -> None:
             continue  # the listing's own descriptor, or one that has just gone
 
 
-def _run_worker(config: Config, launcher: Connection, **arguments: Any) -> None:
-    """`run_worker`, which also reports each layout it adopts and the first step under it."""
-    use = OptimizerWorker._use
-
-    def reporting(worker: OptimizerWorker, layout: Layout, landing: Landing) -> None:
-        first = worker.step + 1 if hasattr(worker, "layout") else 0
-        use(worker, layout, landing)
-        launcher.send({"kind": "layout", "step": first, "layout": layout})
-
-    with replaced(OptimizerWorker, "_use", reporting):
-        run_worker(config, launcher=launcher, **arguments)
-
-
 class Pool:
     """`ranks` rank processes and one optimizer worker."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.broken = False
+        # One process imports everything, and all others are forked from it before any thread starts.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["slidedp.rank", "slidedp.host.worker", "torch.distributed"])
         self._folder = tempfile.TemporaryDirectory()
-        pipes = [mp.get_context("spawn").Pipe() for _ in range(ranks + 1)]
+        pipes = [context.Pipe() for _ in range(ranks + 1)]
         self._jobs = [ours for ours, _ in pipes]
         self._processes = mp.start_processes(
             _serve,
             (ranks, f"{self._folder.name}/rendezvous", [theirs for _, theirs in pipes]),
             nprocs=ranks + 1,
             join=False,
-            start_method="spawn",
+            start_method="forkserver",
         ).processes
 
     def run(
@@ -137,7 +130,7 @@ class Pool:
         else:
             fill_random(state, model, config.seed)
         landing = Landing(LandingPlan(units, self.ranks, config.layout, state.dtype.itemsize), state.dtype)
-        pipe = mp.get_context("spawn").Pipe
+        pipe = mp.get_context("forkserver").Pipe
         to_worker = [pipe() for _ in range(self.ranks)]
         outputs = [pipe() for _ in range(self.ranks + 1)]
         setup = RankSetup(config, model, state.handle, landing.handle, config.data.path, "")
@@ -158,8 +151,8 @@ class Pool:
             "launcher": outputs[-1][1],
             "patch_arguments": {"index": None, **(patch_arguments or {})},
         }
-        self._jobs[-1].send((_run_worker, patch, arguments, outputs[-1][1]))
-        outcome = Outcome(state.units)
+        self._jobs[-1].send((run_worker, patch, arguments, outputs[-1][1]))
+        outcome = Outcome(state.units, config.layout)
         try:
             outcome.collect([ours for ours, _ in outputs], layouts or {}, self.ranks, state)
         except BaseException:
@@ -192,11 +185,11 @@ class Pool:
 class Outcome:
     """Losses, updates and the final state of a case."""
 
-    def __init__(self, units: tuple[Unit, ...]) -> None:
+    def __init__(self, units: tuple[Unit, ...], layout: Layout) -> None:
         self.units = units
         self.steps: list[dict] = []
         self.updates: list[dict] = []
-        self.layouts: list[tuple[int, Layout]] = []
+        self.layouts = [(0, layout)]
         """(first step, layout) of every layout in turn."""
         self.recorded: list[Any] = []
         """What the patch yielded: one item for each rank, then the worker's."""
@@ -223,8 +216,8 @@ class Outcome:
                     self.recorded[outputs.index(output)] = event["recorded"]  # type: ignore[arg-type]
                 elif event["kind"] == "step":
                     self.steps.append(event)
-                elif event["kind"] == "layout":
-                    self.layouts.append((event["step"], event["layout"]))
+                elif event["kind"] == "layout" and event["rank"] == 0:
+                    self.layouts.append((event["step"], waiting[asked - 1][1]))
                 elif event["kind"] == "update":
                     self.updates.append(event)
             done = len(self.updates)

@@ -1,1 +1,5 @@
 """The Jupyter views, imported as slidedp.widgets."""
+
+from slidedp.widgets.dashboard import Dashboard
+
+__all__ = ["Dashboard"]

@@ -33,7 +33,8 @@ def _gradients(
 
 
 class Keep:
-    """Intermediates stay on the GPU; nothing is recomputed."""
+    """Intermediates stay on the GPU. Which ones, the layer's compilation decides: all of them for
+    `keep`, the part that is dear to recompute for `partial`."""
 
     def forward(self, layer: LayerCall, parameters: Parameters, hidden: torch.Tensor) -> torch.Tensor:
         self._hidden = hidden.detach().requires_grad_()

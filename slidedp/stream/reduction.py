@@ -96,8 +96,8 @@ def _land(device: Device, abort: Abort, source: torch.Tensor, target: torch.Tens
 def make_reduction(
     name: str, device: Device, landing: Landing, rank: int, ranks: int, abort: Abort
 ) -> Reduction:
-    """The reduction of a layout."""
-    if name == "cpu":
+    """The reduction of a layout. A single rank's gradient is the sum already, whatever the name."""
+    if name == "cpu" and ranks > 1:
         return OnHost(device, landing, rank, abort)
     if name == "gpu" or ranks == 1:
         return Scattered(device, landing, rank, ranks, abort)

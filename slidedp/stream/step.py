@@ -20,7 +20,7 @@ from slidedp.host.state import HostState
 from slidedp.model.families import LayerFunction
 from slidedp.model.loss import SoftmaxGradient, linear_cross_entropy
 from slidedp.model.units import Unit, chunks
-from slidedp.stream.activations import Activations, Keep, Offload, Recompute
+from slidedp.stream.activations import Activations, Keep, LayerCall, Offload, Recompute
 from slidedp.stream.buffers import Buffers, is_tied
 from slidedp.stream.delivery import make_delivery
 from slidedp.stream.device import Abort, Device
@@ -36,6 +36,8 @@ class ModelFunctions(NamedTuple):
     """The compute of every kind of unit, compiled or not, shared by all layouts."""
 
     layer: LayerFunction
+    partial: Callable[[float], LayerFunction]
+    """The layer, compiled so that it keeps this fraction of its intermediates."""
     norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     softmax: SoftmaxGradient
     cos: torch.Tensor
@@ -76,6 +78,11 @@ class Engine:
         # worker rescales by the true global count of targets.
         tokens = config.batch_size // self.ranks * config.sequence_length
         self._scale = 1.0 / tokens
+        partial = functions.partial(layout.partial_budget)
+        self._calls = {
+            unit + 1: self._call(partial if mode == "partial" else functions.layer)
+            for unit, mode in enumerate(self.modes)
+        }
         self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self._landings: queue.SimpleQueue[tuple[Landed, Arrival] | None] = queue.SimpleQueue()
         self._threads = [
@@ -119,30 +126,31 @@ class Engine:
         layers = self.units[1:-1]
         activations = [self._activations(step, unit) for unit in layers]
 
-        def call(parameters: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-            return self.functions.layer(parameters, hidden, self.functions.cos, self.functions.sin)
-
         embed, head = self.units[0], self.units[-1]
         with _Visit(self, step, embed, self.visits.forward(0), "forward"):
             matrix = self.buffers.parameters(embed)["weight"]
             hidden = functional.embedding(input_ids, matrix.detach())
         for unit, activation in zip(layers, activations, strict=True):
             with _Visit(self, step, unit, self.visits.forward(unit.index), "forward"):
-                hidden = activation.forward(call, self.buffers.parameters(unit), hidden)
+                hidden = activation.forward(self._calls[unit.index], self.buffers.parameters(unit), hidden)
         loss, gradient, tied_gradient = self._head(step, head, hidden, labels)
         del hidden
         for unit, activation in zip(layers[::-1], activations[::-1], strict=True):
             parameters = self.buffers.parameters(unit)
             with _Visit(self, step, unit, self.visits.backward(unit.index), "backward"):
-                gradient, *rest = activation.backward(call, parameters, gradient)
+                gradient, *rest = activation.backward(self._calls[unit.index], parameters, gradient)
             self._submit(step, unit, dict(zip(parameters, rest, strict=True)))
         self._embed_backward(step, embed, input_ids, gradient, tied_gradient)
         timeline.close()
         return loss, timeline
 
+    def _call(self, layer: LayerFunction) -> LayerCall:
+        cos, sin = self.functions.cos, self.functions.sin
+        return lambda parameters, hidden: layer(parameters, hidden, cos, sin)
+
     def _activations(self, step: Step, unit: Unit) -> Activations:
         mode = self.modes[unit.index - 1]
-        if mode == "keep":
+        if mode in ("keep", "partial"):
             return Keep()
         if mode == "recompute":
             return Recompute()

@@ -1,0 +1,1 @@
+"""Measured speed on real hardware: random weights, random tokens, real optimizer steps."""

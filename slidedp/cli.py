@@ -1,0 +1,121 @@
+"""The same configs from a shell: `slidedp train CONFIG.toml`, `slidedp plan CONFIG.toml`."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from slidedp.config import Config
+from slidedp.errors import ConfigError
+from slidedp.preflight import plan
+from slidedp.session import Run, RunFailed, launch
+from slidedp.telemetry import StepReader
+
+INTERRUPTED = 130
+"""What a shell expects of a command that Ctrl-C ended."""
+REPORT_EVERY = 30.0
+"""Seconds between two progress lines where there is no terminal for a bar."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code: 0, 1 (failed), 2 (refused) or 130 (interrupted)."""
+    options = _parser().parse_args(arguments)
+    try:
+        return options.command(options)
+    except ConfigError as error:
+        print(f"slidedp: {error}", file=sys.stderr)
+        return 2
+    except RunFailed as error:
+        print(f"slidedp: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="slidedp", description="Full-parameter fine-tuning on one machine.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", help="fine-tune; Ctrl-C stops after the step")
+    train.add_argument("config", metavar="CONFIG.toml")
+    train.add_argument("--export", type=Path, metavar="FOLDER", help="write the trained Hugging Face model")
+    train.set_defaults(command=_train)
+
+    show = commands.add_parser("plan", help="print what a run would take, and whether it fits")
+    show.add_argument("config", metavar="CONFIG.toml")
+    show.set_defaults(command=_plan)
+
+    notebook = commands.add_parser("notebook", help="execute a notebook and print its output")
+    notebook.add_argument("path", type=Path, metavar="NOTEBOOK.ipynb")
+    notebook.set_defaults(command=_notebook)
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> int:
+    preflight = plan(Config.from_toml(options.config))
+    print(preflight)
+    preflight.check()
+    return 0
+
+
+def _train(options: argparse.Namespace) -> int:
+    config = Config.from_toml(options.config)
+    if options.export is not None and options.export.exists():  # known now, not after hours of training
+        raise ConfigError(f"--export {options.export}: already there: export to another folder")
+    with launch(config) as run:
+        print(f"run folder: {run.folder}", flush=True)
+        _show_progress(run)
+        print(run)
+        if options.export is not None:  # a stopped run too: its state is that of its last step
+            print(f"exported: {run.export(options.export)}")
+        return INTERRUPTED if run.status == "stopped" else 0
+
+
+def _show_progress(run: Run) -> None:
+    """Until the run is over: a bar with loss, target tokens/s and ETA, or lines without a terminal."""
+    reader, reported = StepReader(run.log), time.monotonic()
+    with tqdm(total=run.config.steps, unit="step", disable=None) as bar:
+
+        def advance() -> None:
+            nonlocal reported
+            steps = reader.new_steps()
+            if not steps:
+                return
+            if bar.n == 0:
+                bar.unpause()  # the first step ends the start, which must not count in the ETA
+            last = steps[-1]
+            numbers = {"loss": f"{last.loss:.3f}", "tokens/s": f"{last.tokens_per_second:,.0f}"}
+            bar.set_postfix(numbers, refresh=False)
+            bar.update(len(steps))
+            if bar.disable and time.monotonic() - reported > REPORT_EVERY:
+                reported = time.monotonic()
+                text = ", ".join(f"{name} {value}" for name, value in numbers.items())
+                print(f"step {last.step + 1} of {run.config.steps}: {text}", flush=True)
+
+        try:
+            while run.running:
+                run.wait(0.2)
+                advance()
+        except KeyboardInterrupt:  # while it drew; wait() itself handles those that it meets
+            run.stop()
+            run.wait()
+        advance()
+
+
+def _notebook(options: argparse.Namespace) -> int:
+    # Not at the top: ranks of a run import the modules of their launcher, and need no Jupyter.
+    from nbclient.exceptions import CellExecutionError, DeadKernelError
+
+    from slidedp.notebook import run_notebook
+
+    if not options.path.is_file():
+        raise ConfigError(f"{options.path}: no such file: give a notebook")
+    try:
+        run_notebook(options.path)
+    except (CellExecutionError, DeadKernelError) as error:
+        print(f"slidedp: {options.path}: {error}", file=sys.stderr)
+        return 1
+    return 0

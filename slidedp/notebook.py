@@ -1,0 +1,46 @@
+"""Executes a notebook without a browser; what its cells print appears as it comes."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import nbformat
+from nbclient import NotebookClient
+
+WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+class PrintingClient(NotebookClient):
+    """Prints text output at once. Figures and widgets, which have no useful text form, are left out."""
+
+    def output(self, outs: list[Any], msg: dict[str, Any], display_id: str | None, cell_index: int) -> Any:
+        content = msg["content"]
+        if msg["msg_type"] == "stream":
+            stream = sys.stderr if content["name"] == "stderr" else sys.stdout
+            print(content["text"], end="", file=stream, flush=True)
+        elif msg["msg_type"] in ("display_data", "execute_result"):
+            data = content["data"]
+            if WIDGET not in data and "text/plain" in data:
+                print(data["text/plain"], flush=True)
+        return super().output(outs, msg, display_id, cell_index)
+
+
+def run_notebook(path: str | Path) -> None:
+    """Executes `path` in its folder and discards the outputs. The first cell that fails ends it with
+    nbclient's CellExecutionError, which holds the cell's traceback."""
+    path = Path(path)
+    notebook = nbformat.read(path, as_version=4)
+    client = PrintingClient(
+        notebook,
+        timeout=None,
+        extra_arguments=["--IPKernelApp.log_level=ERROR"],  # else it warns that local TCP is not encrypted
+        resources={"metadata": {"path": str(path.parent)}},
+        store_widget_state=False,
+        on_cell_execute=lambda cell, cell_index: _announce(cell, cell_index, len(notebook.cells)),
+    )
+    client.execute()
+
+
+def _announce(cell: Any, index: int, count: int) -> None:
+    if cell.cell_type == "code":
+        print(f"--- cell {index + 1} of {count}: {cell.source.strip().splitlines()[0]}", flush=True)

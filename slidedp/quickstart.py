@@ -1,0 +1,103 @@
+"""The long parts of notebooks/quickstart.ipynb: text, a config for this machine, samples of a model."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, Qwen3Config
+
+from slidedp.config import Config, Data, Optimizer
+from slidedp.data.stdlib import train_tokenizer, write_corpus
+
+
+def prepare(folder: str | Path) -> tuple[Path, Path]:
+    """Writes Python's standard library and a tokenizer trained on it to `folder`, unless they are
+    there. Returns the folders of both; needs no network."""
+    corpus, tokenizer = Path(folder) / "text", Path(folder) / f"tokenizer-{_vocabulary()}"
+    if not tokenizer.exists():  # which is renamed into place last, so it vouches for the text
+        write_corpus(corpus)
+        partial = tokenizer.with_suffix(".partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        train_tokenizer(sorted(corpus.rglob("*.py")), _vocabulary()).save_pretrained(partial)
+        partial.rename(tokenizer)
+    return corpus, tokenizer
+
+
+def config(
+    corpus: str | Path, tokenizer: str | Path, model: str | Path | None = None, steps: int | None = None
+) -> Config:
+    """A run of about a minute on this machine: every GPU, or two ranks on the CPU.
+
+    Without `model` it trains a new Qwen3 with `tokenizer`: 0.5 B parameters on GPUs, 3 M on a CPU.
+    A `model` (folder or hub id) is fine-tuned with its own tokenizer.
+    """
+    gpus = torch.cuda.device_count()
+    steps = steps or 120
+    if model is None:
+        data = Data(path=str(corpus), tokenizer=str(tokenizer))
+        optimizer = Optimizer(
+            lr=6e-4 if gpus else 3e-3, warmup_steps=steps // 10, lr_schedule="cosine", weight_decay=0.1
+        )
+    else:
+        data = Data(path=str(corpus))
+        optimizer = Optimizer(lr=1e-5, warmup_steps=steps // 10, lr_schedule="cosine")
+    return Config(
+        model=_new_model() if model is None else str(model),
+        data=data,
+        sequence_length=1024 if gpus else 128,
+        batch_size=16 * (gpus or 1),
+        steps=steps,
+        optimizer=optimizer,
+    )
+
+
+def sample(
+    model: Config | str | Path, prompt: str = "import os\n\ndef ", tokens: int = 48, seed: int = 0
+) -> str:
+    """Text that a model writes after `prompt`: the model a config starts from, or that of a folder."""
+    if isinstance(model, Config):
+        source, tokenizer = model.model, model.data.tokenizer or model.model
+    else:
+        source = tokenizer = str(model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if isinstance(source, PretrainedConfig):
+            network = AutoModelForCausalLM.from_config(source)  # random, as the run's own start is
+        else:
+            network = AutoModelForCausalLM.from_pretrained(source)
+        reader = AutoTokenizer.from_pretrained(tokenizer)
+        ids = reader(prompt, return_tensors="pt", add_special_tokens=False)
+        written = network.eval().generate(
+            **ids,
+            max_new_tokens=tokens,
+            do_sample=True,
+            temperature=0.7,
+            top_k=20,
+            pad_token_id=reader.pad_token_id or reader.eos_token_id,
+        )
+    return str(reader.decode(written[0], skip_special_tokens=True))
+
+
+def _vocabulary() -> int:
+    """Tokens. On a CPU the head is the dearest part of a small model, so its vocabulary is small."""
+    return 16384 if torch.cuda.is_available() else 2048
+
+
+def _new_model() -> Qwen3Config:
+    if torch.cuda.is_available():  # Qwen3-0.6B with a smaller vocabulary
+        width, layers, heads, head_dim = 1024, 28, 16, 128
+    else:
+        width, layers, heads, head_dim = 192, 4, 4, 48
+    return Qwen3Config(
+        vocab_size=_vocabulary(),
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        head_dim=head_dim,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,  # the special token is the first that train_tokenizer adds
+        pad_token_id=None,
+    )

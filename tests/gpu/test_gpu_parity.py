@@ -1,0 +1,91 @@
+"""Every route on real GPUs against the plain loop; one run visits them all through live switches."""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+
+from slidedp.config import DELIVERIES, REDUCTIONS, Config, Data, Layout, Optimizer
+from slidedp.data.samples import write_samples
+from slidedp.session import launch
+from tests import reference
+from tests.pool import small_model
+
+MIXES = ("recompute", "keep", "offload", ("keep", "offload", "recompute", "offload", "keep"))
+
+
+def layouts() -> list[Layout]:
+    cases = product(DELIVERIES, REDUCTIONS)
+    return [
+        Layout(
+            delivery=delivery,
+            reduction=reduction,
+            chunk_bytes=(4096, 16384, 2**20)[i % 3],
+            window=1 + i % 5,
+            gradient_slots=1 + i % 3,
+            activations=MIXES[i % 4],
+        )
+        for i, (delivery, reduction) in enumerate(cases)
+    ]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    folder = tmp_path_factory.mktemp("gpu")
+    generator = np.random.default_rng(0)
+    ids = generator.integers(0, 97, (40, 17), dtype=np.int32)
+    labels = np.roll(ids, -1, 1)
+    labels[generator.random(labels.shape) < np.linspace(0, 0.9, 40)[:, None]] = -100
+    (folder / "samples").mkdir()
+    write_samples(folder / "samples", ids, labels)
+    return Config(
+        model=small_model(folder / "model", tied=False),
+        data=Data(path=str(folder / "samples")),
+        sequence_length=17,
+        batch_size=8,
+        steps=45,
+        device="cuda",
+        compute_dtype="float32",
+        compile=False,
+        optimizer=Optimizer(lr=1e-3, eps=1e-6, clip_norm=0.5),
+        run_folder=str(folder / "run"),
+    )
+
+
+def visit_all(config: Config) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses and final parameters of a run that changes its layout every few steps."""
+    with launch(config) as run:
+        pending = layouts()
+        switched = 0
+        while run.running:
+            run.wait(0.02)
+            if pending and run.log.steps_done > switched:
+                run.set_layout(pending.pop())
+                switched = run.log.steps_done + 2
+        run.wait()
+        assert run._state is not None
+        parameters = {}
+        for unit in run._state.units:
+            master = torch.from_numpy(run._state.unit(unit).master)
+            parameters |= {p.name: p.view(master).clone() for p in unit.parameters}
+        return list(run.metrics()["loss"]), parameters
+
+
+def agree(config: Config) -> None:
+    losses, parameters = visit_all(config)
+    expected = reference.train(config)
+    np.testing.assert_allclose(losses, expected.losses, atol=1e-4)
+    for name, value in expected.parameters.items():
+        torch.testing.assert_close(parameters[name], value, atol=1e-4, rtol=0)
+
+
+@pytest.mark.gpu
+def test_one_gpu(config: Config) -> None:
+    agree(replace(config, ranks=1, run_folder=str(config.run_folder) + "1"))
+
+
+@pytest.mark.multigpu
+def test_two_gpus(config: Config) -> None:
+    agree(replace(config, ranks=2, run_folder=str(config.run_folder) + "2"))
