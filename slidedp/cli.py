@@ -66,8 +66,12 @@ def _train(options: argparse.Namespace) -> int:
     if options.export is not None and options.export.exists():  # known now, not after hours of training
         raise ConfigError(f"--export {options.export}: already there: export to another folder")
     with launch(config) as run:
-        print(f"run folder: {run.folder}", flush=True)
-        _show_progress(run)
+        try:
+            print(f"run folder: {run.folder}", flush=True)
+            _show_progress(run)
+        except KeyboardInterrupt:  # that did not meet wait(), which handles its own in this way
+            run.stop()
+            run.wait()
         print(run)
         if options.export is not None:  # a stopped run too: its state is that of its last step
             print(f"exported: {run.export(options.export)}")
@@ -95,13 +99,9 @@ def _show_progress(run: Run) -> None:
                 text = ", ".join(f"{name} {value}" for name, value in numbers.items())
                 print(f"step {last.step + 1} of {run.config.steps}: {text}", flush=True)
 
-        try:
-            while run.running:
-                run.wait(0.2)
-                advance()
-        except KeyboardInterrupt:  # while it drew; wait() itself handles those that it meets
-            run.stop()
-            run.wait()
+        while run.running:
+            run.wait(0.2)
+            advance()
         advance()
 
 

@@ -24,7 +24,10 @@ DELIVERIES = ("replicated", "sharded", "broadcast")
 REDUCTIONS = ("cpu", "gpu", "gpu_root")
 ACTIVATIONS = ("keep", "partial", "recompute", "offload")
 SCHEDULES = ("in_forward", "in_backward")
+LANDINGS = ("full", "ring")
 LR_SCHEDULES = ("constant", "linear", "cosine")
+TIMELINE_EVERY = 20
+"""Steps between two full timelines in the telemetry; the second step of each is recorded."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -63,12 +66,17 @@ class Layout:
     """Fraction of the intermediates' bytes that `partial` keeps. Without compilation it keeps all."""
     schedule: str = "in_forward"
     """`in_forward`: units update in the next step's forward order, once the global norm is known.
-    `in_backward`: each unit updates as soon as its gradient is complete; clipping is impossible."""
+    `in_backward`: units update from the moment their gradient has landed; clipping is impossible."""
+    landing: str = "full"
+    """Host memory for gradients that `in_backward` has not applied yet. `full`: room for every layer, so
+    backward never waits and the worker takes first what the next forward needs first. `ring`: room for
+    a few layers, 2 bytes per parameter less; layers update in the order of backward."""
 
     def __post_init__(self) -> None:
         _choice("layout.delivery", self.delivery, DELIVERIES)
         _choice("layout.reduction", self.reduction, REDUCTIONS)
         _choice("layout.schedule", self.schedule, SCHEDULES)
+        _choice("layout.landing", self.landing, LANDINGS)
         _at_least("layout.chunk_bytes", self.chunk_bytes, 4096)
         _at_least("layout.window", self.window, 1)
         _at_least("layout.gradient_slots", self.gradient_slots, 1)
@@ -117,7 +125,8 @@ class Optimizer:
         _choice("optimizer.lr_schedule", self.lr_schedule, LR_SCHEDULES)
         if isinstance(self.betas, list):
             object.__setattr__(self, "betas", tuple(self.betas))
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+        numbers = all(isinstance(beta, number) for beta in self.betas)
+        if len(self.betas) != 2 or not numbers or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optimizer.betas={self.betas!r}: expected two numbers in [0, 1)")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ConfigError(f"optimizer.clip_norm={self.clip_norm!r}: expected a number above 0, or None")
@@ -187,6 +196,7 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("sequence_length", "batch_size", "steps"):
             _at_least(name, getattr(self, name), 1)
+        _at_least("seed", self.seed, 0)
         if self.ranks is not None:
             _at_least("ranks", self.ranks, 1)
         if self.device is not None:

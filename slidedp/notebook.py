@@ -1,11 +1,14 @@
 """Executes a notebook without a browser; what its cells print appears as it comes."""
 
+import asyncio
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import nbformat
 from nbclient import NotebookClient
+from nbclient.exceptions import DeadKernelError
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -38,7 +41,25 @@ def run_notebook(path: str | Path) -> None:
         store_widget_state=False,
         on_cell_execute=lambda cell, cell_index: _announce(cell, cell_index, len(notebook.cells)),
     )
-    client.execute()
+    try:
+        asyncio.run(_execute(client))
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
+
+
+async def _execute(client: NotebookClient) -> None:
+    """Cancels itself when interrupted: nbclient's own handler ends the kernel and then trips over its
+    absence."""
+    task = asyncio.current_task()
+    assert task is not None
+    loop = asyncio.get_running_loop()
+    client.on_notebook_start = lambda notebook: loop.add_signal_handler(signal.SIGINT, task.cancel)
+    try:
+        await client.async_execute()
+    except DeadKernelError:  # which is also what nbclient makes of a cancellation
+        if task.cancelling():
+            raise asyncio.CancelledError from None
+        raise
 
 
 def _announce(cell: Any, index: int, count: int) -> None:

@@ -51,15 +51,15 @@ class Plan:
         """Refuses a run that cannot fit, in one line."""
         if self.host_bytes > self.host_available:
             raise ConfigError(
-                f"not enough host memory: the run needs {self.host_bytes / GIB:.1f} GiB and "
-                f"{self.host_available / GIB:.1f} GiB are free within the limits of this process; use a "
+                f"not enough host memory: the run needs {_size(self.host_bytes)} and "
+                f"{_size(self.host_available)} are free within the limits of this process; use a "
                 "smaller model or batch, layout.activations='recompute', or fewer ranks"
             )
         device = sum(self.device.values())
         if self.device_available is not None and device > self.device_available:
             raise ConfigError(
-                f"not enough GPU memory: a rank needs about {device / GIB:.1f} GiB and "
-                f"{self.device_available / GIB:.1f} GiB are free; use a smaller batch_size, "
+                f"not enough GPU memory: a rank needs about {_size(device)} and "
+                f"{_size(self.device_available)} are free; use a smaller batch_size, "
                 "layout.activations='offload', or a smaller layout.window"
             )
 
@@ -80,6 +80,10 @@ class Plan:
         return f"{head}\n{body}"
 
 
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB / 10 else f"{nbytes / 2**20:.1f} MiB"
+
+
 def plan(config: Config) -> Plan:
     """The preflight of `config`. Reads configs only; raises ConfigError for what cannot run."""
     config = config.resolved()
@@ -94,7 +98,7 @@ def plan(config: Config) -> Plan:
         host=_host_bytes(config, units, dtype),
         device=_device_bytes(config, model_config, units, dtype),
         host_available=(
-            int(config.host_memory_budget * GIB) if config.host_memory_budget else available_bytes()
+            available_bytes() if config.host_memory_budget is None else int(config.host_memory_budget * GIB)
         ),
         device_available=(
             min(torch.cuda.mem_get_info(i)[0] for i in range(int(config.ranks or 1)))

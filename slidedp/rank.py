@@ -14,13 +14,13 @@ import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from slidedp.config import Config, Layout
+from slidedp.config import TIMELINE_EVERY, Config, Layout
 from slidedp.data.order import Order
 from slidedp.data.samples import Samples
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.memory import Handle, pss_bytes
 from slidedp.host.messages import Finished, Started
-from slidedp.host.process import die_with_parent, reporting
+from slidedp.host.process import die_with_parent, reporting, return_freed_memory
 from slidedp.host.state import HostState, StateHandle
 from slidedp.model.families import LayerFunction, layer_function, norm_function, rotary_tables, skeleton
 from slidedp.model.loss import IGNORED, softmax_gradient
@@ -28,9 +28,6 @@ from slidedp.stream.device import Abort, Aborted, Device
 from slidedp.stream.gates import Gates
 from slidedp.stream.step import Engine, ModelFunctions
 from slidedp.stream.timeline import Timeline
-
-TIMELINE_EVERY = 20
-"""Steps between two full timelines in the telemetry."""
 
 
 class RankSetup(NamedTuple):
@@ -207,6 +204,7 @@ def main(rank: int, setup: RankSetup, worker: Connection, launcher: Connection) 
         cuda = setup.config.device == "cuda"
         if not cuda:
             torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+            return_freed_memory()
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             init_method=f"file://{setup.rendezvous}",

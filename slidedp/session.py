@@ -4,13 +4,16 @@ import asyncio
 import contextlib
 import multiprocessing
 import os
+import pickle
+import shutil
 import signal
 import sys
 import tempfile
 import threading
 import time
+import traceback
 import weakref
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from datetime import datetime
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -23,18 +26,21 @@ from transformers import AutoTokenizer
 from slidedp import rank as rank_process
 from slidedp.config import DTYPES, Config, Layout
 from slidedp.data.samples import Samples
-from slidedp.data.text import check_samples, prepare
-from slidedp.errors import ConfigError
+from slidedp.data.text import check_samples, is_prepared, prepare
+from slidedp.errors import ConfigError, reason
 from slidedp.host import worker as worker_process
 from slidedp.host.landing import Landing, LandingPlan
-from slidedp.host.state import HostState
+from slidedp.host.memory import Handle
+from slidedp.host.state import HostState, StateHandle
 from slidedp.host.worker import SetLayout, Stop
 from slidedp.model.families import flops_per_token, skeleton
-from slidedp.model.load import fill_random, load_pretrained
+from slidedp.model.load import check_pretrained, fill_random, load_pretrained
 from slidedp.model.save import export
 from slidedp.preflight import Plan, plan, with_layout
-from slidedp.telemetry import RunLog, describe
+from slidedp.telemetry import RUN, RunLog, describe
 
+SAMPLES = "samples"
+"""Folder of the run folder that holds the samples made from text."""
 GRACE = 5.0
 """Seconds between asking a process to end and killing it."""
 
@@ -49,7 +55,8 @@ def launch(config: Config) -> "Run":
     Everything that can be refused is refused before memory is allocated (ConfigError). Call it from the
     main thread: the processes end with the thread that started them.
     """
-    if multiprocessing.parent_process() is not None:
+    # What multiprocessing itself goes by, but only after we would have allocated everything.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ConfigError(
             "launch() was called while a process of a run was importing your script: put the call under "
             'if __name__ == "__main__":'
@@ -59,29 +66,62 @@ def launch(config: Config) -> "Run":
     preflight = plan(config)
     preflight.check()
     config = preflight.config
-    folder = Path(config.run_folder or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S-%f"))
+    folder = Path(config.run_folder or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S-%f")).absolute()
+    if (folder / RUN).exists():
+        raise ConfigError(f"run_folder={config.run_folder!r}: holds a run already: give another folder")
     tokenizer = _tokenizer(config)
-    samples = prepare(config.data, tokenizer, config.sequence_length, folder / "samples")
-    check_samples(samples, config.batch_size, preflight.model.vocab_size)
-    return Run(preflight, folder.absolute(), samples, tokenizer)
+    if isinstance(config.model, str) and not config.random_weights:
+        check_pretrained(preflight.units, config.model)
+    with _nothing_left_on_failure(folder):
+        samples = prepare(config.data, tokenizer, config.sequence_length, folder / SAMPLES)
+        check_samples(
+            samples, config.batch_size, preflight.model.vocab_size, f"data.path={config.data.path!r}"
+        )
+        return Run(preflight, folder, samples, tokenizer)
 
 
 def _tokenizer(config: Config) -> Any:
-    """The data's tokenizer, else the model folder's own; None where neither has one."""
+    """The data's tokenizer, else the model folder's own; None where prepared samples need none."""
     name = config.data.tokenizer or (config.model if isinstance(config.model, str) else None)
-    if name is None:
+    problem = "none is given"
+    if name is not None:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except Exception as error:  # a dozen kinds, not all of them ValueErrors
+            problem = reason(error)
+        else:
+            # From a folder without its files, transformers makes one that knows no word.
+            ids = tokenizer("text", add_special_tokens=False).input_ids
+            if any(i != tokenizer.unk_token_id for i in ids):
+                return tokenizer
+            problem = "no tokenizer is there"
+    if config.data.tokenizer is None and is_prepared(config.data):
         return None
+    where = f"data.tokenizer={config.data.tokenizer!r}" + (
+        f", model={name!r}" if name != config.data.tokenizer else ""
+    )
+    raise ConfigError(f"{where}: {problem}: give a folder or hub id that has one")
+
+
+@contextlib.contextmanager
+def _nothing_left_on_failure(folder: Path) -> Iterator[None]:
+    """Removes what a launch that fails has written to its run folder, and the folder if it is new."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    before = set() if new else set(folder.iterdir())
     try:
-        return AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        if config.data.tokenizer is None and (Path(config.data.path) / "input_ids.npy").exists():
-            return None  # prepared samples need none
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(f"data.tokenizer: {reason} Give a folder or hub id that has one") from error
+        yield
+    except BaseException:
+        for path in set(folder.iterdir()) - before if folder.exists() else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with contextlib.suppress(OSError):  # a parent that another run uses by now
+            for path in new:
+                path.rmdir()
+        raise
 
 
-def _spawned(index: int, ranks: int, rank_setup: Any, worker_setup: Any, ends: list[Any]) -> None:
+def _spawned(index: int, ranks: int, setup: str, ends: list[Any]) -> None:
     """Entry of every process of a run: ranks first, the worker last."""
+    rank_setup, worker_setup = pickle.loads(Path(setup).read_bytes())
     if index < ranks:
         rank_process.main(index, rank_setup, *ends[index])
     else:
@@ -98,53 +138,72 @@ class Run:
         self.status = "starting"
         """`starting`, `running`, `finished`, `stopped` or `failed`."""
         self.failure: str | None = None
-        ranks = int(config.ranks or 1)
         model = skeleton(preflight.model)
         flops = flops_per_token(model, config.sequence_length)
         dtype = "BF16" if config.compute_dtype == "bfloat16" else "FP32"
-        self.log = RunLog.create(folder, describe(config, flops, preflight.parameters) | {"dtype": dtype})
-        self._mark("launched")
-        self._state: HostState | None = _loaded_state(preflight)
-        self._mark("state loaded")
-        self._landings = [self._landing(config.layout)]
-        self._stopping = False
+        self._state: HostState | None = None
+        self._landings: list[Landing] = []
+        self._processes: list[Any] = []
+        self._running: dict[int, Any] = {}
+        self._pipes: list[Connection] = []
+        self._stopping = self._closing = False
         self._over = threading.Event()
+        self._rendezvous = tempfile.TemporaryDirectory(prefix="slidedp-")
+        self.log = RunLog.create(folder, describe(config, flops, preflight.parameters) | {"dtype": dtype})
+        try:
+            self._mark("launched")
+            self._state = _loaded_state(preflight)
+            self._mark("state loaded")
+            self._landings.append(self._landing(config.layout))
+            self._start(samples, self._state.handle, self._landings[0].handle)
+        except BaseException:
+            self._release()
+            self._release_state()
+            raise
+        self._watcher = threading.Thread(target=self._watch, name="slidedp-watch", daemon=True)
+        self._watcher.start()
+        self._finalizer = weakref.finalize(self, _end_processes, self._processes, 0.0)
 
+    def _start(self, samples: Samples, state: StateHandle, landing: Handle) -> None:
+        config, ranks = self.config, int(self.config.ranks or 1)
         context = mp.get_context("spawn")
         to_worker = [context.Pipe() for _ in range(ranks)]
         to_us = [context.Pipe() for _ in range(ranks + 1)]
-        self._rendezvous = tempfile.TemporaryDirectory(prefix="slidedp-")
-        landing = self._landings[0].handle
         rank_setup = rank_process.RankSetup(
             config,
-            preflight.model,
-            self._state.handle,
+            self.plan.model,
+            state,
             landing,
             str(Path(samples.folder).absolute()),
             f"{self._rendezvous.name}/ranks",
         )
-        worker_setup = (config, self._state.handle, landing)
+        # By file: what does not fit a pipe would make each process wait for the imports of the last.
+        setup = Path(self._rendezvous.name, "setup")
+        setup.write_bytes(pickle.dumps((rank_setup, (config, state, landing))))
         ends: list[Any] = [(ours, them) for (ours, _), (_, them) in zip(to_worker, to_us, strict=False)]
         ends.append(([theirs for _, theirs in to_worker], to_us[-1][1]))
-        started = mp.start_processes(
-            _spawned,
-            (ranks, rank_setup, worker_setup, ends),
-            nprocs=ranks + 1,
-            join=False,
-            daemon=True,
-            start_method="spawn",
-        )
+        # Inherited by the processes: an interrupt that meets one while it still imports must not end it.
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            started = mp.start_processes(
+                _spawned,
+                (ranks, str(setup), ends),
+                nprocs=ranks + 1,
+                join=False,
+                daemon=True,
+                start_method="spawn",
+            )
+        finally:
+            signal.signal(signal.SIGINT, previous)
         assert started is not None
         self._processes = started.processes
+        self._running = dict(enumerate(self._processes))
         self._pipes = [ours for ours, _ in to_us]
         # A pipe reports its far end's death only when no one else holds that end open.
         for near, far in [*to_worker, *((None, far) for _, far in to_us)]:
             if near is not None:
                 near.close()
             far.close()
-        self._watcher = threading.Thread(target=self._watch, name="slidedp-watch", daemon=True)
-        self._watcher.start()
-        self._finalizer = weakref.finalize(self, _end_processes, self._processes, 0.0)
 
     def _mark(self, what: str) -> None:
         self.log.add({"kind": "mark", "what": what, "time": time.time()})
@@ -158,18 +217,33 @@ class Run:
     # --- watching -------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Drains the pipes until every process has ended; the first failure ends the others."""
+        """The watcher thread: follows the run to its end, and concludes it whatever happens."""
+        try:
+            self._follow()
+        except Exception:  # a full disk, for one
+            self.failure = self.failure or f"the launcher failed:\n{traceback.format_exc()}"
+            _end_processes(self._processes, GRACE)
+        finally:
+            self._conclude()
+
+    def _follow(self) -> None:
+        """Drains the pipes until every process has ended; the first failure ends the others.
+
+        Only this thread collects exit codes: a process that two threads wait for has none for one.
+        """
         pipes = {pipe: i for i, pipe in enumerate(self._pipes)}
-        running = {process.sentinel: i for i, process in enumerate(self._processes)}
+        sentinels = {process.sentinel: i for i, process in enumerate(self._processes)}
         ready, errors = 0, []
-        while running:
-            for item in wait([*pipes, *running]):
+        self._silent = set(self._running)
+        while sentinels:
+            for item in wait([*pipes, *sentinels]):
                 if isinstance(item, Connection):
                     try:
                         event = item.recv()
                     except (EOFError, OSError):
                         del pipes[item]
                         continue
+                    self._silent.discard(pipes[item])
                     if event["kind"] == "error":
                         errors.append(event)
                         continue
@@ -179,12 +253,11 @@ class Run:
                             self.status = "running"
                     self._take(event)
                 else:
-                    index = running.pop(item)
-                    self._processes[index].join()  # the sentinel fires a moment before the exit code is there
-                    code = self._processes[index].exitcode
-                    if code != 0 and self.failure is None:
-                        self._fail(index, code, errors, pipes)
-        self._conclude()
+                    index = sentinels.pop(item)
+                    process = self._running.pop(index)
+                    process.join()  # the sentinel fires a moment before the exit code is there
+                    if process.exitcode != 0 and self.failure is None and not self._closing:
+                        self._fail(index, process.exitcode, errors, pipes)
 
     def _take(self, event: dict[str, Any]) -> None:
         self.log.add(event)
@@ -207,6 +280,7 @@ class Run:
                     event = pipe.recv()
                 except (EOFError, OSError):
                     break
+                self._silent.discard(pipes[pipe])
                 if event["kind"] == "error":
                     errors.append(event)
         killed = [
@@ -214,14 +288,19 @@ class Run:
             for i, p in enumerate(self._processes)
             if p.exitcode is not None and p.exitcode < 0
         ]
+        errors.sort(key=lambda e: e["time"])
         own = [e for e in errors if e["type"] != "PeerLost"] or errors
-        if killed and not self._stopping:
+        if killed:
             i, death = killed[0]
             self.failure = f"{self._name(i)} was ended by {signal.Signals(-death).name}"
         elif own:
             self.failure = f"{own[0]['process']} failed:\n{own[0]['text']}"
         else:
             self.failure = f"{self._name(index)} ended with exit code {code}"
+            if index in self._silent:
+                self.failure += (
+                    ' before it could say why; a script must call launch() under if __name__ == "__main__":'
+                )
         _end_processes(self._processes, GRACE)
 
     def _name(self, index: int) -> str:
@@ -231,15 +310,25 @@ class Run:
         if self.failure is not None:
             self.status = "failed"
             self._release_state()
+        elif self._closing or (self._stopping and self.log.steps_done < self.config.steps):
+            self.status = "stopped"
         else:
-            self.status = "stopped" if self._stopping else "finished"
-        self.log.add({"kind": "end", "status": self.status, "failure": self.failure, "time": time.time()})
-        self.log.close()
+            self.status = "finished"
+        with contextlib.suppress(OSError):  # a full disk is the failure already
+            self.log.add({"kind": "end", "status": self.status, "failure": self.failure, "time": time.time()})
+        self._release()
+        self._over.set()
+
+    def _release(self) -> None:
+        """Gives back what only a run that goes on needs."""
+        with contextlib.suppress(OSError):
+            self.log.close()
         for landing in self._landings:
             landing.close()
         self._landings.clear()
+        for pipe in self._pipes:
+            pipe.close()
         self._rendezvous.cleanup()
-        self._over.set()
 
     # --- what a user does -------------------------------------------------------------------------
 
@@ -281,6 +370,7 @@ class Run:
         except asyncio.CancelledError:
             self.stop()
             raise
+        await asyncio.sleep(0.3)  # a dashboard shows the end before the next cell blocks the loop
         return self._checked()
 
     @property
@@ -308,7 +398,7 @@ class Run:
         self._command(SetLayout(layout, self._landings[-1].handle))
 
     def _command(self, command: SetLayout | Stop) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the run has just ended by itself
+        with contextlib.suppress(OSError):  # the run has just ended by itself
             if self.running:
                 self._pipes[-1].send(command)
 
@@ -326,9 +416,13 @@ class Run:
 
     def close(self) -> None:
         """Ends what still runs, at once, and gives all memory back."""
-        self._stopping = self.running or self._stopping
-        _end_processes(self._processes, GRACE)
-        self._over.wait(2 * GRACE)
+        self._closing = True
+        for ending in (signal.SIGTERM, signal.SIGKILL):
+            for process in list(self._running.values()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process.pid, ending)
+            if self._over.wait(GRACE):
+                break
         self._release_state()
         self._finalizer.detach()
 

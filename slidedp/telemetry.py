@@ -42,9 +42,11 @@ class RunLog:
         """A run folder of this or an earlier process."""
         try:
             description = json.loads((folder / RUN).read_text())
-            lines = (folder / EVENTS).read_text().splitlines()
+            text = (folder / EVENTS).read_text()
         except OSError as error:
             raise ConfigError(f"{folder}: not a run folder ({error.strerror}: {error.filename})") from error
+        # The last line of a run that goes on, or that was killed, may not be whole yet.
+        lines = text[: text.rfind("\n") + 1].splitlines()
         return cls(folder, description, [json.loads(line) for line in lines])
 
     def add(self, event: dict[str, Any]) -> None:
@@ -87,7 +89,7 @@ class RunLog:
                     "loss_sum": e["loss_sum"],
                     "targets": e["targets"],
                     "compute_seconds": e["compute_seconds"],
-                    "step_seconds": e["step_seconds"],
+                    "step_seconds": math.nan if e["step_seconds"] is None else e["step_seconds"],
                     "gpu_peak_gib": e["gpu_peak_bytes"] / 2**30,
                     **waits,
                 }
@@ -125,18 +127,23 @@ class RunLog:
         table = table[complete][names]
         updates = pd.DataFrame(self.events("update"))
         if not updates.empty:
-            table = table.join(updates.drop(columns="kind").set_index("step"))
+            table = table.join(updates.drop(columns=["kind", "spans"], errors="ignore").set_index("step"))
         return table
 
     def timeline(self, step: int) -> pd.DataFrame:
-        """Spans of a sampled step on every rank: rank, track, unit, phase, start and end in ms."""
-        rows = [
-            (event["rank"], *span)
-            for event in self.events("step")
-            if event["step"] == step
-            for span in event.get("timeline", ())
-        ]
-        return pd.DataFrame(rows, columns=["rank", "track", "unit", "phase", "start", "end"])
+        """Spans of a sampled step: rank, track, unit, phase, start and end in ms since the rank's compute
+        began the step. The worker's spans (rank -1, track `update`) count from when rank 0 issued it."""
+        columns = ["rank", "track", "unit", "phase", "start", "end"]
+        events = [e for e in self.events("step") if e["step"] == step]
+        rows = [(e["rank"], *span) for e in events for span in e.get("timeline", ())]
+        issued = next((e["began"] for e in events if e["rank"] == 0), 0.0)
+        for update in self.events("update"):
+            if update["step"] == step:
+                rows += [
+                    (-1, "update", unit, "update", (start - issued) * 1e3, (end - issued) * 1e3)
+                    for unit, start, end in update.get("spans", ())
+                ]
+        return pd.DataFrame(rows, columns=columns)
 
     def sampled_steps(self) -> list[int]:
         """Steps that have a full timeline."""

@@ -7,7 +7,7 @@ import pytest
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     needed = {"gpu": 1, "multigpu": 2}
-    marked = [(item, n) for item in items for name, n in needed.items() if name in item.keywords]
+    marked = [(item, n) for item in items for name, n in needed.items() if item.get_closest_marker(name)]
     if not marked:
         return
     import torch  # here, since most selections never need it

@@ -26,6 +26,7 @@ import torch.multiprocessing as mp
 
 from slidedp.config import DTYPES, Config, Layout
 from slidedp.host.landing import Landing, LandingPlan
+from slidedp.host.memory import Handle, Segment
 from slidedp.host.process import die_with_parent
 from slidedp.host.state import HostState
 from slidedp.host.worker import SetLayout, run_worker
@@ -63,9 +64,10 @@ def _serve(index: int, ranks: int, rendezvous: str, jobs: list[Connection]) -> N
     if index < ranks:
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=index, world_size=ranks)
     while (job := jobs[index].recv()) is not None:
-        _serve_one(*job)
+        with _closing_segments():
+            _serve_one(*job)
         del job
-        _forget_segments()
+        gc.collect()
 
 
 def _serve_one(function: Any, patch: str | None, arguments: dict, launcher: Connection) -> None:
@@ -77,15 +79,24 @@ def _serve_one(function: Any, patch: str | None, arguments: dict, launcher: Conn
         launcher.send({"kind": "failed", "text": traceback.format_exc()})
 
 
-def _forget_segments() -> None:
-    """A process of a real run ends here, and its descriptors with it; ours goes on to the next case."""
-    gc.collect()
-    for fd in os.listdir("/proc/self/fd"):
-        try:
-            if os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:slidedp-"):
-                os.close(int(fd))
-        except OSError:
-            continue  # the listing's own descriptor, or one that has just gone
+@contextmanager
+def _closing_segments() -> Iterator[None]:
+    """A process of a real run ends with its case, and so do its descriptors; ours stays."""
+    made: list[Segment] = []
+    init, open_ = Segment.__init__, Segment.open
+
+    def recording_init(segment: Segment, *arguments: Any) -> None:
+        init(segment, *arguments)
+        made.append(segment)
+
+    def recording_open(handle: Handle) -> Segment:
+        made.append(open_(handle))
+        return made[-1]
+
+    with replaced(Segment, "__init__", recording_init), replaced(Segment, "open", recording_open):
+        yield
+    for segment in made:
+        segment.close()
 
 
 class Pool:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Qwen3Config
 
-from slidedp.config import Config, Data, Layout, Optimizer
+from slidedp.config import ACTIVATIONS, LANDINGS, Config, Data, Layout, Optimizer
 from slidedp.errors import ConfigError
 
 GOOD = {"model": "folder", "data": {"path": "texts"}}
@@ -19,12 +19,14 @@ BAD = [
     ({"layout": {"reduction": "GPU"}}, "layout.reduction", "cpu, gpu, gpu_root"),
     ({"layout": {"schedule": "later"}}, "layout.schedule", "in_forward, in_backward"),
     ({"layout": {"schedule": "in_backward"}}, "layout.schedule", "optimizer.clip_norm=None"),
-    ({"layout": {"activations": "spil"}}, "layout.activations", "keep, recompute, offload"),
-    ({"layout": {"activations": ["keep", "none"]}}, "layout.activations", "keep, recompute, offload"),
-    ({"layout": {"activations": ["keep", 3]}}, "layout.activations", "keep, recompute, offload"),
+    ({"layout": {"activations": "spil"}}, "layout.activations", ", ".join(ACTIVATIONS)),
+    ({"layout": {"activations": ["keep", "none"]}}, "layout.activations", ", ".join(ACTIVATIONS)),
+    ({"layout": {"activations": ["keep", 3]}}, "layout.activations", ", ".join(ACTIVATIONS)),
     ({"layout": {"activations": 1}}, "layout.activations", "str"),
     ({"layout": {"chunk_bytes": 4095}}, "layout.chunk_bytes", "at least 4096"),
     ({"layout": {"chunk_bytes": 1e6}}, "layout.chunk_bytes", "int"),
+    ({"layout": {"landing": "half"}}, "layout.landing", ", ".join(LANDINGS)),
+    ({"layout": {"partial_budget": 0.0}}, "layout.partial_budget", "(0, 1]"),
     ({"layout": {"window": 0}}, "layout.window", "at least 1"),
     ({"layout": {"window": True}}, "layout.window", "int"),
     ({"layout": {"gradient_slots": -1}}, "layout.gradient_slots", "at least 1"),
@@ -55,7 +57,7 @@ BAD = [
     ({"steps": "all"}, "steps", "int"),
     ({"ranks": 0}, "ranks", "at least 1"),
     ({"device": "gpu"}, "device", "cuda, cpu"),
-    ({"compute_dtype": "float16"}, "compute_dtype", "bfloat16, float32"),
+    ({"compute_dtype": "float16"}, "compute_dtype", "float32, bfloat16"),
     ({"compile": "yes"}, "compile", "bool"),
     ({"random_weights": 1}, "random_weights", "bool"),
     ({"seed": "x"}, "seed", "int"),
@@ -69,7 +71,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "field", "accepted"), BAD, ids=[f"{i}-{b[1]}" for i, b in enumerate(BAD)])
+@pytest.mark.parametrize(
+    ("settings", "field", "accepted"), BAD, ids=[f"{i}-{b[1]}" for i, b in enumerate(BAD)]
+)
 def test_bad_settings_are_refused_in_one_line(settings, field, accepted):
     with pytest.raises(ConfigError) as refusal:
         Config.from_dict(GOOD | settings)
@@ -118,7 +122,10 @@ def test_toml_round_trip(tmp_path):
         steps=12,
         optimizer=Optimizer(lr=3e-4, betas=(0.8, 0.99), clip_norm=0.25, warmup_steps=2, lr_schedule="cosine"),
         layout=Layout(
-            delivery="broadcast", reduction="cpu", chunk_bytes=8192, activations=("keep", "offload", "recompute")
+            delivery="broadcast",
+            reduction="cpu",
+            chunk_bytes=8192,
+            activations=("keep", "offload", "recompute"),
         ),
         ranks=3,
         device="cpu",
@@ -174,14 +181,19 @@ def test_a_machine_without_gpu_trains_in_fp32_on_two_ranks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     config = Config.from_dict(GOOD).resolved()
     assert (config.device, config.ranks, config.compute_dtype, config.compile) == ("cpu", 2, "float32", False)
-    with pytest.raises(ConfigError, match="^device='cuda': no GPU is visible; set device='cpu'$"):
+    with pytest.raises(ConfigError, match=r"^device='cuda': no GPU is visible; set device='cpu'$"):
         Config.from_dict(GOOD | {"device": "cuda"}).resolved()
 
 
 def test_a_machine_with_gpus_takes_them_all(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     config = Config.from_dict(GOOD).resolved()
-    assert (config.device, config.ranks, config.compute_dtype, config.compile) == ("cuda", 4, "bfloat16", True)
+    assert (config.device, config.ranks, config.compute_dtype, config.compile) == (
+        "cuda",
+        4,
+        "bfloat16",
+        True,
+    )
     config = Config.from_dict(GOOD | {"device": "cpu", "compile": True}).resolved()
     assert (config.ranks, config.compute_dtype, config.compile) == (2, "float32", True)
     with pytest.raises(ConfigError, match=r"^ranks=8: 4 GPU\(s\) are visible; set ranks to at most 4$"):
@@ -190,7 +202,9 @@ def test_a_machine_with_gpus_takes_them_all(monkeypatch):
 
 def test_the_batch_must_split_over_the_ranks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(ConfigError, match="^batch_size=8 cannot be split over 3 ranks: use a multiple of 3$"):
+    with pytest.raises(
+        ConfigError, match=r"^batch_size=8 cannot be split over 3 ranks: use a multiple of 3$"
+    ):
         Config.from_dict(GOOD | {"ranks": 3}).resolved()
 
 

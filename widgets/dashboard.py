@@ -51,8 +51,9 @@ class Curves:
             rank, nbytes = event["rank"], event["gpu_peak_bytes"] or event["pss_bytes"]
             self.rank_loss[rank].append(event["loss_sum"] / max(1, event["targets"]))
             self.rank_memory[rank].append(nbytes / GIB if nbytes else math.nan)
-        for cause in {cause for event in step.events for cause in event["wait_seconds"]}:
-            self.waits.setdefault(cause, [0.0] * before)
+        for event in step.events:
+            for cause in event["wait_seconds"]:
+                self.waits.setdefault(cause, [0.0] * before)
         seconds = sum(event["compute_seconds"] for event in step.events)
         for cause, percentages in self.waits.items():
             waited = sum(event["wait_seconds"].get(cause, 0.0) for event in step.events)
@@ -173,7 +174,7 @@ class Dashboard(ipywidgets.VBox):
 def _figure(ranks: int, cuda: bool) -> go.FigureWidget:
     memory = "GPU memory, peak" if cuda else "host memory of a rank (PSS)"
     titles = ("loss", "speed", memory, "compute waits, by cause")
-    figure = make_subplots(2, 2, subplot_titles=titles, vertical_spacing=0.2, horizontal_spacing=0.1)
+    figure = make_subplots(2, 2, subplot_titles=titles, vertical_spacing=0.2, horizontal_spacing=0.12)
     for rank in range(ranks):
         line = {"color": COLORS[rank % len(COLORS)], "width": 1}
         name = f"rank {rank}"
@@ -196,6 +197,7 @@ def _figure(ranks: int, cuda: bool) -> go.FigureWidget:
     beside = {"x": 1.02, "xanchor": "left", "yanchor": "top"}
     figure.update_layout(
         height=560,
+        autosize=True,  # as wide as the cell; a FigureWidget is 700 pixels wide otherwise
         template="plotly_white",
         margin={"l": 60, "r": 20, "t": 40, "b": 50},
         hovermode="x unified",

@@ -33,9 +33,8 @@ def prepare(
     stream of n tokens gives (n - 1) // sequence_length samples; every position has a target, the
     next token of the stream. Empty files are left out.
     """
-    path = Path(data.path)
-    if (path / INPUT_IDS).exists() or (path / LABELS).exists():
-        samples = Samples(path)
+    if is_prepared(data):
+        samples = Samples(data.path)
         if samples.length != sequence_length:
             raise ConfigError(
                 f"data.path={data.path!r}: the prepared samples have {samples.length} tokens: set "
@@ -56,6 +55,11 @@ def prepare(
         ids = np.memmap(stream, np.int32, "r")
         shape, used = (count, sequence_length), count * sequence_length
         return write_samples(folder, ids[:used].reshape(shape), ids[1 : used + 1].reshape(shape))
+
+
+def is_prepared(data: Data) -> bool:
+    """Whether `data` names a folder of prepared samples."""
+    return (Path(data.path) / INPUT_IDS).exists() or (Path(data.path) / LABELS).exists()
 
 
 def text_files(data: Data) -> list[Path]:
@@ -119,11 +123,15 @@ def _pieces(file: Path) -> Iterator[tuple[str, bool, bool]]:
         raise ConfigError(f"{file}: not UTF-8 text: convert the file, or take it out of data.path") from error
 
 
-def check_samples(samples: Samples, batch_size: int, vocab_size: int) -> None:
-    """Refuses samples that cannot fill one batch, or that a model of `vocab_size` cannot read."""
+def check_samples(samples: Samples, batch_size: int, vocab_size: int, source: str | None = None) -> None:
+    """Refuses samples that cannot fill one batch, or that a model of `vocab_size` cannot read.
+
+    `source` is what the user knows them by; None takes their folder.
+    """
+    source = source or str(samples.folder)
     if samples.count < batch_size:
         raise ConfigError(
-            f"{samples.folder}: dataset too short for one batch: {samples.count} sequences of "
+            f"{source}: dataset too short for one batch: {samples.count} sequences of "
             f"{samples.length} tokens, batch_size is {batch_size}: give more text, or lower "
             "batch_size or sequence_length"
         )
@@ -132,22 +140,22 @@ def check_samples(samples: Samples, batch_size: int, vocab_size: int) -> None:
         input_ids, labels = (a[start : start + rows] for a in (samples.input_ids, samples.labels))
         targets = labels[labels != NO_TARGET]
         has_target |= targets.size > 0
-        _check_ids(samples.folder / INPUT_IDS, input_ids, vocab_size)
-        _check_ids(samples.folder / LABELS, targets, vocab_size)
+        _check_ids(f"{source}: {INPUT_IDS}", input_ids, vocab_size)
+        _check_ids(f"{source}: {LABELS}", targets, vocab_size)
     if not has_target:
         raise ConfigError(
-            f"{samples.folder / LABELS}: every label is {NO_TARGET}, so there is nothing to learn: "
+            f"{source}: {LABELS}: every label is {NO_TARGET}, so there is nothing to learn: "
             "prepare the samples with targets"
         )
 
 
-def _check_ids(path: Path, ids: np.ndarray, vocab_size: int) -> None:
+def _check_ids(where: str, ids: np.ndarray, vocab_size: int) -> None:
     if ids.size == 0:
         return
     lowest, highest = int(ids.min()), int(ids.max())
     if lowest < 0 or highest >= vocab_size:
         raise ConfigError(
-            f"{path}: token id {lowest if lowest < 0 else highest}, the model's vocabulary is 0 to "
+            f"{where}: token id {lowest if lowest < 0 else highest}, the model's vocabulary is 0 to "
             f"{vocab_size - 1}: use the model's own tokenizer (data.tokenizer), or prepare the "
             "samples with it"
         )

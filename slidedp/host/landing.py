@@ -1,7 +1,7 @@
 """Where gradients arrive in host memory.
 
 `cpu` reduction has one lane per rank, so that no two ranks ever write the same addresses; the others
-have a single lane. Decoder layers share a ring of zones, `embed` and `head` have zones of their own.
+have a single lane. `embed` and `head` have zones of their own; decoder layers have too, or share a ring.
 With the `in_forward` schedule gradients wait for the global norm, so every unit has a place: directly
 where they land (one lane), or in a store that the worker sums the lanes into.
 """
@@ -26,7 +26,8 @@ class LandingPlan:
         self.units, self.itemsize = units, itemsize
         self.lanes = ranks if layout.reduction == "cpu" else 1
         waits = layout.schedule == "in_forward"
-        self.ring = layers if waits and self.lanes == 1 else min(RING, layers)
+        whole = self.lanes == 1 if waits else layout.landing == "full"
+        self.ring = layers if whole else min(RING, layers)
         zone = max(aligned(unit.numel, PAGE // 2) for unit in units[1:-1])
         embed, head = (aligned(units[i].numel, PAGE // 2) for i in (0, -1))
         self._zones = [0, *(embed + i * zone for i in range(self.ring)), embed + self.ring * zone]

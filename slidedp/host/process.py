@@ -1,10 +1,12 @@
 """What every spawned process does first and last."""
 
+import contextlib
 import ctypes
+import multiprocessing
 import signal
+import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 
@@ -14,20 +16,31 @@ def die_with_parent() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    launcher = multiprocessing.parent_process()
+    if launcher is not None and not launcher.is_alive():  # it died while we imported: no signal will come
+        raise SystemExit(1)
 
 
-@contextmanager
+def return_freed_memory() -> None:
+    """Makes malloc give blocks of 1 MiB and more back to the system when they are freed. By default it
+    soon keeps all that are under 32 MiB, for each thread: far more than the buffers of a CPU rank."""
+    M_MMAP_THRESHOLD = -3
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
+
+
+@contextlib.contextmanager
 def reporting(name: str, launcher: Connection) -> Iterator[None]:
     """Sends the traceback of a failure to the launcher before the process ends with it."""
     try:
         yield
     except BaseException as error:
-        launcher.send(
-            {
-                "kind": "error",
-                "process": name,
-                "type": type(error).__name__,
-                "text": traceback.format_exc(),
-            }
-        )
+        report = {
+            "kind": "error",
+            "process": name,
+            "type": type(error).__name__,
+            "text": traceback.format_exc(),
+            "time": time.time(),
+        }
+        with contextlib.suppress(OSError):  # the launcher itself is gone
+            launcher.send(report)
         raise SystemExit(1) from None

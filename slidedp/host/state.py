@@ -54,8 +54,12 @@ class HostState:
         if dtype == torch.bfloat16:
             sizes["working"] = 2 * total
         self._adopt(units, dtype, {name: Segment(size, name) for name, size in sizes.items()})
-        for segment in self._segments.values():
-            segment.touch()
+        try:
+            for segment in self._segments.values():
+                segment.touch()
+        except BaseException:  # an interrupt: nobody else could close them
+            self.close()
+            raise
 
     @classmethod
     def open(cls, handle: StateHandle) -> "HostState":

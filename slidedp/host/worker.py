@@ -5,16 +5,18 @@ also decides how each step begins, so that all ranks agree on a stop or a new la
 collective: the answer for step t+1 goes out when the first rank starts step t, a whole step early.
 """
 
+import heapq
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from slidedp.config import DTYPES, Config, Layout
+from slidedp.config import DTYPES, TIMELINE_EVERY, Config, Layout
 from slidedp.host import kernels
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.memory import Handle
@@ -74,7 +76,8 @@ class OptimizerWorker:
         self._arrivals: dict[tuple[int, int], list[float]] = {}
         self._missing = [len(parts) for parts in self._chunks]
         self._sums: dict[tuple[int, int], float] = {}
-        self._busy = 0.0
+        self._waiting: list[tuple[int, int, int]] = []
+        self._spans: list[tuple[str, float, float]] = []
 
     # --- what arrives ---------------------------------------------------------------------------
 
@@ -108,28 +111,46 @@ class OptimizerWorker:
             return
         unit = self.state.units[message.unit]
         start, stop = self._chunks[message.unit][message.chunk]
-        begun = time.perf_counter()
         plan = self.landing.plan
         if self.layout.schedule == "in_backward":
-            self._update(unit, start, stop, plan.zone(unit), plan.lanes, 1.0)
-        elif plan.stored:
+            # With room for all gradients, first what the next forward needs first: then the worker is
+            # busy in both passes and the forward waits least. In a ring, first come first served.
+            turn = unit.index if plan.ring == len(self.state.units) - 2 else -unit.index
+            heapq.heappush(self._waiting, (turn, message.chunk, unit.index))
+            return
+        if plan.stored:
             store = plan.store(unit)
-            self._sums[key] = kernels.sum_lanes(
-                self.landing.array,
-                plan.zone(unit) + start,
-                plan.lane_stride,
-                plan.lanes,
-                self.landing.array[store + start : store + stop],
-            )
+            with self._working_on(unit):
+                self._sums[key] = kernels.sum_lanes(
+                    self.landing.array,
+                    plan.zone(unit) + start,
+                    plan.lane_stride,
+                    plan.lanes,
+                    self.landing.array[store + start : store + stop],
+                )
         else:
             self._sums[key] = math.fsum(sums)
-        self._busy += time.perf_counter() - begun
         self._missing[unit.index] -= 1
-        if self._missing[unit.index] == 0:
-            if self.layout.schedule == "in_backward":
-                self._send(Published(unit.index, self.step + 1))
-            elif plan.stored:
-                self._send(Consumed(unit.index, self.step))
+        if self._missing[unit.index] == 0 and plan.stored:
+            self._send(Consumed(unit.index, self.step))
+        if not any(self._missing):
+            self._complete_step()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a landed chunk can be updated now (`in_backward`)."""
+        return bool(self._waiting)
+
+    def update_one(self) -> None:
+        """Updates the waiting chunk that is needed first; publishes its unit with its last chunk."""
+        _, chunk, index = heapq.heappop(self._waiting)
+        unit, plan = self.state.units[index], self.landing.plan
+        start, stop = self._chunks[index][chunk]
+        with self._working_on(unit):
+            self._update(unit, start, stop, plan.zone(unit), plan.lanes, 1.0)
+        self._missing[index] -= 1
+        if self._missing[index] == 0:
+            self._send(Published(index, self.step + 1))
         if not any(self._missing):
             self._complete_step()
 
@@ -144,23 +165,23 @@ class OptimizerWorker:
             clip = self.config.optimizer.clip_norm
             # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
             coefficient = min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0
-            begun = time.perf_counter()
             for unit in self.state.units:
                 if not skipped:
                     store = self.landing.plan.store(unit)
-                    self._update(unit, 0, unit.numel, store, 1, coefficient)
+                    with self._working_on(unit):
+                        self._update(unit, 0, unit.numel, store, 1, coefficient)
                 self._send(Published(unit.index, self.step + 1))
-            self._busy += time.perf_counter() - begun
-        self.report(
-            {
-                "kind": "update",
-                "step": self.step,
-                "lr": self._lr(),
-                "gradient_norm": norm,
-                "skipped": skipped,
-                "update_seconds": self._busy,
-            }
-        )
+        event = {
+            "kind": "update",
+            "step": self.step,
+            "lr": self._lr(),
+            "gradient_norm": norm,
+            "skipped": skipped,
+            "update_seconds": sum(end - begun for _, begun, end in self._spans),
+        }
+        if self.step % TIMELINE_EVERY == 1:
+            event["spans"] = self._spans
+        self.report(event)
         self.updates += not skipped
         del self._started[self.step]
         if self._answered == self.step and self.step + 1 < self.config.steps:
@@ -223,6 +244,12 @@ class OptimizerWorker:
                 step=self.updates + 1,
             )
 
+    @contextmanager
+    def _working_on(self, unit: Unit) -> Iterator[None]:
+        begun = time.time()
+        yield
+        self._spans.append((unit.name, begun, time.time()))
+
     def _send(self, message: Begin | Published | Consumed) -> None:
         for connection in self.ranks:
             connection.send(message)
@@ -242,8 +269,9 @@ def run_worker(
     worker = OptimizerWorker(config, host, config.layout, Landing(plan, dtype, landing), ranks, launcher.send)
     launcher.send({"kind": "ready"})
     sources = [*ranks, launcher]
-    while worker.finished < len(ranks):
-        for source in wait(sources):
+    while worker.finished < len(ranks) or worker.waiting:
+        # Work goes on between messages, never instead of them: what lands next may be more urgent.
+        for source in wait(sources, timeout=0 if worker.waiting else None):
             assert isinstance(source, Connection)
             try:
                 message = source.recv()
@@ -255,6 +283,8 @@ def run_worker(
                 worker.command(message)
             else:
                 worker.handle(message)
+        if worker.waiting:
+            worker.update_one()
 
 
 def main(

@@ -4,6 +4,7 @@ A template lives on the meta device and owns no memory: its parameters are repla
 slot at every call (`torch.func.functional_call`). All decoder layers share one template.
 """
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from slidedp.errors import ConfigError
+from slidedp.errors import ConfigError, reason
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Models of the shape embed_tokens, layers, norm, lm_head with rotary positions and causal SDPA."""
@@ -22,23 +23,37 @@ LayerFunction = Callable[[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, t
 def load_config(model: str | PretrainedConfig) -> PretrainedConfig:
     """The transformers config of a folder or hub id; refuses what cannot be trained, in one line."""
     if isinstance(model, str):
+        remedy = "give a Hugging Face folder with a config.json, or a hub id"
+        # What cannot be a hub id is refused at once: the hub's own refusal takes its time.
+        if not os.path.isdir(model) and (model.startswith(("/", ".", "~")) or model.count("/") > 1):
+            raise ConfigError(f"model={model!r}: no such folder: {remedy}")
         try:
             return AutoConfig.from_pretrained(model)
-        except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0]
-            raise ConfigError(
-                f"model: {reason} Give a Hugging Face folder with a config.json, or a hub id"
-            ) from error
+        except Exception as error:  # a dozen kinds, not all of them ValueErrors
+            raise ConfigError(f"model={model!r}: {reason(error)}: {remedy}") from error
     return model
 
 
 def skeleton(config: PretrainedConfig, sequence_length: int | None = None) -> Any:
     """The transformers model on the meta device: every shape, no memory."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    except Exception as error:  # whatever a number in a config.json leads to
+        accepted = f"give a config of one of {', '.join(ARCHITECTURES)}"
+        raise ConfigError(
+            f"model: {type(config).__name__} makes no language model ({reason(error)}): {accepted}"
+        ) from error
     name = type(model).__name__
     if name not in ARCHITECTURES:
         raise ConfigError(f"model: {name} is not supported; accepted: {', '.join(ARCHITECTURES)}")
+    if len(model.model.layers) == 0:
+        raise ConfigError("model: num_hidden_layers is 0: give a model with at least one decoder layer")
+    if getattr(config, "attention_dropout", 0.0):
+        raise ConfigError(
+            f"model: attention_dropout={config.attention_dropout} is not supported, since a recomputed layer "
+            "would draw another mask; set it to 0 in config.json"
+        )
     if sequence_length is not None:
         _check_length(config, sequence_length)
     return model

@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from slidedp.errors import ConfigError
 from slidedp.host import kernels
 from slidedp.host.state import HostState
-from slidedp.model.units import Parameter
+from slidedp.model.units import Parameter, Unit
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -32,20 +32,23 @@ class _Stored(NamedTuple):
     dtype: str
 
 
+def check_pretrained(units: tuple[Unit, ...], folder_or_hub_id: str) -> None:
+    """Refuses weights that do not fit, by headers alone; fetches them first if they are on the hub."""
+    _checked(units, folder_or_hub_id)
+
+
 def load_pretrained(state: HostState, folder_or_hub_id: str) -> None:
     """Fills the master from a Hugging Face folder or hub id, then the working copy from it.
 
     Everything is checked before anything is written: each parameter is stored with its shape, and
     nothing is stored that the model has no place for.
     """
-    folder = _local_folder(folder_or_hub_id)
-    stored = _headers(_weight_files(folder))
+    stored = _checked(state.units, folder_or_hub_id)
     targets = {
         parameter.name: (parameter, torch.from_numpy(state.unit(unit).master))
         for unit in state.units
         for parameter in unit.parameters
     }
-    _check(folder, stored, {name: parameter for name, (parameter, _) in targets.items()})
     for file in sorted({tensor.file for tensor in stored.values()}):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a dict)
@@ -53,6 +56,13 @@ def load_pretrained(state: HostState, folder_or_hub_id: str) -> None:
                     parameter, master = targets[name]
                     parameter.view(master).copy_(tensors.get_tensor(name))
     state.refresh_working()
+
+
+def _checked(units: tuple[Unit, ...], folder_or_hub_id: str) -> dict[str, _Stored]:
+    folder = _local_folder(folder_or_hub_id)
+    stored = _headers(_weight_files(folder))
+    _check(folder, stored, {p.name: p for unit in units for p in unit.parameters})
+    return stored
 
 
 def fill_random(state: HostState, config: PretrainedConfig, seed: int) -> None:

@@ -32,9 +32,7 @@ def bf16(x):
 
 def as_torch(x):
     """A tensor over ``x``; uint16 is read as BF16."""
-    return (
-        torch.from_numpy(x) if x.dtype == np.float32 else torch.from_numpy(x).view(torch.bfloat16)
-    )
+    return torch.from_numpy(x) if x.dtype == np.float32 else torch.from_numpy(x).view(torch.bfloat16)
 
 
 def same_bits(a, b):
@@ -103,9 +101,7 @@ def test_adamw_writes_the_working_copy_of_the_new_master():
 
 
 def test_bf16_rounding_equals_torch_bit_for_bit():
-    high = (
-        np.arange(1 << 16, dtype=np.uint32) << 16
-    )  # every BF16, then what lies beside and between
+    high = np.arange(1 << 16, dtype=np.uint32) << 16  # every BF16, then what lies beside and between
     low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     x = (high[:, None] | low).ravel().view(np.float32)
     ours, theirs = as_torch(bf16(x)), torch.from_numpy(x).bfloat16()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from slidedp.config import DELIVERIES, REDUCTIONS, Config, Data, Layout, Optimizer
+from slidedp.config import ACTIVATIONS, DELIVERIES, LANDINGS, REDUCTIONS, Config, Data, Layout, Optimizer
 from slidedp.data.samples import write_samples
 from tests import reference
 from tests.pool import small_model
@@ -84,8 +84,9 @@ def some_layout(random: Random, route: tuple[str, str], **fixed: Any) -> Layout:
         "chunk_bytes": random.choice(CHUNKS),
         "window": random.randint(1, LAYERS + 1),
         "gradient_slots": random.randint(1, 3),
-        "activations": tuple(random.choice(("keep", "recompute", "offload")) for _ in range(LAYERS)),
+        "activations": tuple(random.choice(ACTIVATIONS) for _ in range(LAYERS)),
         "schedule": "in_forward",
+        "landing": random.choice(LANDINGS),
     }
     return Layout(delivery=route[0], reduction=route[1], **settings | fixed)
 

@@ -1,0 +1,246 @@
+"""What tests do to the processes of a pool: inject delays, remove a gate, record what compute reads.
+
+`apply` is the context manager that a pool enters in every process of a case.
+"""
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from slidedp.host.worker import OptimizerWorker
+from slidedp.stream import reduction, step
+from slidedp.stream.device import Abort, Signal
+from slidedp.stream.gates import Gates
+from slidedp.stream.signals import Step
+from slidedp.stream.stash import ActivationStash
+from slidedp.stream.step import Engine
+from tests.pool import replaced
+
+PAUSE = 0.03
+"""Seconds. Everything that an open gate would let through takes a millisecond."""
+
+
+@contextmanager
+def apply(index: int | None, names: tuple[str, ...] = (), record: bool = False) -> Iterator[Any]:
+    """Applies the named delays and removals to the process of rank `index` (None is the worker).
+
+    With `record`, yields a list that fills with what this process saw.
+    """
+    with ExitStack() as stack:
+        for name in names:
+            where, owner, attribute, wrap = PATCHES[name]
+            if where == "all" or where == index:
+                stack.enter_context(replaced(owner, attribute, wrap(getattr(owner, attribute))))
+        if not record:
+            yield None
+        elif index is None:
+            yield stack.enter_context(_recording_worker())
+        else:
+            yield stack.enter_context(_recording_rank())
+
+
+Wrap = Callable[[Callable], Callable]
+
+
+def _pausing(seconds: float = PAUSE) -> Wrap:
+    """Sleeps before the function."""
+
+    def wrap(function: Callable) -> Callable:
+        def paused(*arguments: Any, **named: Any) -> Any:
+            time.sleep(seconds)
+            return function(*arguments, **named)
+
+        return paused
+
+    return wrap
+
+
+def _pausing_inside(enter: Callable) -> Callable:
+    """`_Visit.__enter__`: sleeps after all waits and before compute reads anything."""
+
+    def paused(visit: Any) -> None:
+        enter(visit)
+        time.sleep(PAUSE / 5)
+
+    return paused
+
+
+def _on_a_thread(to_host: Callable) -> Callable:
+    """`ActivationStash.to_host` as a GPU does it: enqueued at once, copied some time later."""
+
+    def enqueued(stash: ActivationStash, at: Step, unit: Any) -> None:
+        at.signal("held", unit.index).wait(None)
+        held = at.held.pop(unit.index)
+
+        def later() -> None:
+            time.sleep(PAUSE)
+            stash._host[unit.index].copy_(held)
+            at.signal("stashed", unit.index).fire(None)
+
+        threading.Thread(target=later, daemon=True).start()
+
+    return enqueued
+
+
+def _at_once(function: Callable) -> Callable:
+    """A gate that lets everything through."""
+    return lambda *arguments: None
+
+
+def _without_free(attribute: str) -> Wrap:
+    """An engine's method that takes the unit's slot or gradient buffer as never used before."""
+
+    def wrap(function: Callable) -> Callable:
+        def careless(engine: Engine, at: Step, unit: Any, *rest: Any) -> Any:
+            getattr(engine.buffers, attribute)(unit).free = None
+            return function(engine, at, unit, *rest)
+
+        return careless
+
+    return wrap
+
+
+def _without_free_ring(hold: Callable) -> Callable:
+    def careless(stash: ActivationStash, *arguments: Any) -> None:
+        stash._out.free = [None] * len(stash._out.free)
+        hold(stash, *arguments)
+
+    return careless
+
+
+def _fired() -> Signal:
+    signal = Signal(Abort())
+    signal.fire(None)
+    return signal
+
+
+def _never_waiting(kind: str, thread: str) -> Wrap:
+    """`Step.signal`: this thread sees signals of this kind as fired already."""
+
+    def wrap(signal: Callable) -> Callable:
+        def careless(at: Step, name: str, index: int) -> Signal:
+            if name == kind and threading.current_thread().name == thread:
+                return _fired()
+            return signal(at, name, index)
+
+        return careless
+
+    return wrap
+
+
+def _first_arrival_is_enough(landed: Callable) -> Callable:
+    """`OptimizerWorker._landed`: the first rank's chunk completes it, the others' are ignored."""
+
+    def eager(worker: OptimizerWorker, message: Any) -> None:
+        key = message.unit, message.chunk
+        if message.step == worker.step and key not in worker._arrivals:
+            worker._arrivals[key] = [0.0] * (len(worker.ranks) - 1)
+            landed(worker, message)
+
+    return eager
+
+
+def _mean_of_means(scale: Callable) -> Callable:
+    """`OptimizerWorker._denominator_scale` as if every rank had as many targets as the first."""
+
+    def wrong(worker: OptimizerWorker) -> float:
+        nominal = worker.config.batch_size // len(worker.ranks) * worker.config.sequence_length
+        return nominal / (len(worker.ranks) * max(1, worker._started[worker.step][0]))
+
+    return wrong
+
+
+# name -> (process: "all", a rank or None for the worker; owner; attribute; wrapper)
+PATCHES: dict[str, tuple[Any, Any, str, Wrap]] = {
+    "slow update": (None, OptimizerWorker, "_update", _pausing()),
+    "slow worker": (None, OptimizerWorker, "_landed", _pausing(PAUSE / 10)),
+    "slow visits": ("all", step._Visit, "__enter__", _pausing_inside),
+    "slow visits of rank 1": (1, step._Visit, "__enter__", _pausing_inside),
+    "slow deliveries": ("all", Engine, "_deliver", _pausing(PAUSE / 5)),
+    "slow deliveries of rank 0": (0, Engine, "_deliver", _pausing(PAUSE / 5)),
+    "slow reductions": ("all", Engine, "_reduce", _pausing()),
+    "slow reductions of rank 1": (1, Engine, "_reduce", _pausing()),
+    "slow landing of rank 1": (1, reduction, "_land", _pausing(PAUSE / 10)),
+    "slow stash": ("all", ActivationStash, "to_host", _pausing()),
+    "stash on a thread": ("all", ActivationStash, "to_host", _on_a_thread),
+    "no wait for published": ("all", Gates, "wait_published", _at_once),
+    "no wait for consumed": ("all", Gates, "wait_consumed", _at_once),
+    "no wait for all ranks": (None, OptimizerWorker, "_landed", _first_arrival_is_enough),
+    "no wait for slot": ("all", Engine, "_deliver", _without_free("slot")),
+    "no wait for gradient buffer": ("all", Engine, "_submit", _without_free("gradient")),
+    "no wait for delivered": ("all", Step, "signal", _never_waiting("delivered", "MainThread")),
+    "no wait for gradient": ("all", Step, "signal", _never_waiting("gradient", "slidedp-transfer")),
+    "no wait for outgoing ring": ("all", ActivationStash, "hold", _without_free_ring),
+    "no wait for stashed": ("all", Step, "signal", _never_waiting("stashed", "slidedp-transfer")),
+    "mean of means": (None, OptimizerWorker, "_denominator_scale", _mean_of_means),
+}
+
+
+# --- recording ------------------------------------------------------------------------------------
+
+
+def _digest(memory: torch.Tensor) -> int:
+    return zlib.crc32(memory.detach().view(torch.uint8).numpy().tobytes())
+
+
+@contextmanager
+def _recording_rank() -> Iterator[list]:
+    """(step, visit, unit, digest, time) of what a visit reads, after its waits and at its end."""
+    seen: list[tuple[int, int, int, int, float]] = []
+    enter, leave = step._Visit.__enter__, step._Visit.__exit__
+
+    def look(visit: Any) -> None:
+        engine = visit._engine
+        units = [visit._unit]
+        if engine.tied and visit._visit == engine.visits.head:
+            units.append(engine.units[0])
+        for unit in units:
+            memory = engine.buffers.slot(unit).memory[: unit.numel]
+            seen.append((visit._step.number, visit._visit, unit.index, _digest(memory), time.monotonic()))
+
+    def recording_enter(visit: Any) -> None:
+        enter(visit)
+        look(visit)
+
+    def recording_leave(visit: Any, *failure: Any) -> None:
+        look(visit)
+        leave(visit, *failure)
+
+    with (
+        replaced(step._Visit, "__enter__", recording_enter),
+        replaced(step._Visit, "__exit__", recording_leave),
+    ):
+        yield seen
+
+
+@contextmanager
+def _recording_worker() -> Iterator[list]:
+    """(unit, version, digest, time) of every version that is published, and of version 0."""
+    seen: list[tuple[int, int, int, float]] = []
+    use, send = OptimizerWorker._use, OptimizerWorker._send
+
+    def look(worker: OptimizerWorker, unit: int, version: int) -> None:
+        delivered = worker.state.delivered(worker.state.units[unit])
+        seen.append((unit, version, _digest(delivered), time.monotonic()))
+
+    def recording_use(worker: OptimizerWorker, *arguments: Any) -> None:
+        use(worker, *arguments)
+        if not seen:
+            for unit in worker.state.units:
+                look(worker, unit.index, 0)
+
+    def recording_send(worker: OptimizerWorker, message: Any) -> None:
+        if type(message).__name__ == "Published":
+            look(worker, message.unit, message.version)
+        send(worker, message)
+
+    with (
+        replaced(OptimizerWorker, "_use", recording_use),
+        replaced(OptimizerWorker, "_send", recording_send),
+    ):
+        yield seen

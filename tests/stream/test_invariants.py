@@ -1,0 +1,136 @@
+"""The three invariants, and every buffer that is used again: delays anywhere change nothing.
+
+Each gate has two tests with the same delay. With the gate, the result is the undelayed one bit for
+bit. Without it, the delay makes the violation certain, and the same comparison must notice. So no
+gate here could be left out, and no test here could pass without it.
+"""
+
+from functools import cache
+
+import pytest
+
+from slidedp.config import Layout
+from tests.pool import Outcome, pool
+from tests.stream.cases import LAYERS, config
+
+STEPS = 3
+
+
+def layout(delivery="replicated", reduction="gpu", **settings) -> Layout:
+    return Layout(delivery=delivery, reduction=reduction, **{"chunk_bytes": 9000, "window": 2, **settings})
+
+
+def run(wanted: Layout, names: tuple[str, ...] = (), *, record: bool = False, dtype="float32") -> Outcome:
+    clip = 0.5 if wanted.schedule == "in_forward" else None
+    case = config(wanted, steps=STEPS, clip_norm=clip, compute_dtype=dtype)
+    arguments = {"names": names, "record": record}
+    return pool(2).run(case, patch="tests.stream.patches.apply", patch_arguments=arguments)
+
+
+def result(outcome: Outcome) -> tuple:
+    """All that a run computes, to the bit."""
+    updates = [(e["step"], repr(e["gradient_norm"]), e["skipped"]) for e in outcome.updates]
+    return sorted(outcome.rank_losses().items()), updates, [m.numpy().tobytes() for m in outcome.masters]
+
+
+@cache
+def undelayed(wanted: Layout) -> tuple:
+    return result(run(wanted))
+
+
+OFFLOADED = ("offload",) * LAYERS
+# gate -> (layout under which it is the only protection, delay that makes a violation certain)
+GATES = {
+    "published": (layout("sharded"), "slow update"),
+    "consumed": (
+        layout(reduction="cpu", schedule="in_backward", landing="ring", gradient_slots=3, window=5),
+        "slow update",
+    ),
+    "all ranks": (layout(reduction="cpu"), "slow reductions of rank 1"),
+    "slot": (layout(window=1), "slow visits"),
+    "gradient buffer": (layout(gradient_slots=1, window=5), "slow reductions"),
+    "delivered": (layout("broadcast"), "slow deliveries"),
+    "gradient": (layout(reduction="gpu_root"), "slow visits"),
+    "outgoing ring": (layout(activations=OFFLOADED, window=5), "slow stash"),
+    "stashed": (layout(activations=OFFLOADED, window=5), "stash on a thread"),
+}
+MORE = [
+    ("consumed", layout(reduction="cpu", gradient_slots=3, window=5), "slow worker"),
+    ("all ranks", layout("sharded", "gpu"), "slow landing of rank 1"),
+    ("all ranks", layout("sharded", "gpu", schedule="in_backward"), "slow landing of rank 1"),
+    ("all ranks", layout(reduction="cpu", schedule="in_backward"), "slow reductions of rank 1"),
+]
+CASES = [*((gate, *case) for gate, case in GATES.items()), *MORE]
+IDS = [f"{gate}-{at.reduction}-{at.schedule}" for gate, at, _ in CASES]
+
+
+@pytest.mark.parametrize(("gate", "wanted", "delay"), CASES, ids=IDS)
+def test_a_delay_changes_nothing(gate, wanted, delay):
+    assert result(run(wanted, (delay,))) == undelayed(wanted)
+
+
+@pytest.mark.parametrize(("gate", "wanted", "delay"), CASES, ids=IDS)
+def test_without_its_gate_the_delay_shows(gate, wanted, delay):
+    assert result(run(wanted, (delay, f"no wait for {gate}"))) != undelayed(wanted)
+
+
+def test_a_mean_of_the_ranks_means_shows():
+    wanted = layout()
+    assert result(run(wanted, ("mean of means",))) != undelayed(wanted)
+
+
+# --- one version ----------------------------------------------------------------------------------
+
+
+def wrong_versions(outcome: Outcome) -> list[tuple]:
+    """Reads whose content was not the version of their step. Digests of what compute found in its
+    slot, when a visit began and when it ended, against those of what the worker published."""
+    *ranks, published = outcome.recorded
+    digests = {(unit, version): digest for unit, version, digest, _ in published}
+    return [
+        (rank, step, visit, unit)
+        for rank, seen in enumerate(ranks)
+        for step, visit, unit, digest, _ in seen
+        if digest != digests[unit, step]
+    ]
+
+
+DELAYS = ["slow update", "slow visits of rank 1", "slow deliveries of rank 0", "slow reductions of rank 1"]
+
+
+@pytest.mark.parametrize("schedule", ["in_forward", "in_backward"])
+@pytest.mark.parametrize("delay", DELAYS)
+def test_every_rank_reads_version_t_in_step_t(schedule, delay):
+    wanted = layout("sharded", "cpu", schedule=schedule)
+    outcome = run(wanted, (delay,), record=True)
+    assert wrong_versions(outcome) == []
+    versions = {digest for _, _, digest, _ in outcome.recorded[-1]}
+    assert len(versions) == len(outcome.units) * (STEPS + 1)  # so a wrong one would have shown
+    # embed once, tied head twice over (norm and matrix), layers twice; each looked at twice
+    assert [len(seen) for seen in outcome.recorded[:-1]] == [STEPS * 2 * (1 + 2 + 2 * LAYERS)] * 2
+    assert result(outcome) == undelayed(wanted)
+
+
+def test_every_rank_reads_version_t_of_a_bf16_working_copy():
+    assert wrong_versions(run(layout("broadcast"), ("slow update",), record=True, dtype="bfloat16")) == []
+
+
+@pytest.mark.parametrize(
+    ("delay", "gate", "window"),
+    [("slow update", "published", 2), ("slow visits", "slot", 1), ("slow deliveries", "delivered", 2)],
+)
+def test_an_open_gate_is_a_wrong_version(delay, gate, window):
+    outcome = run(layout(window=window), (delay, f"no wait for {gate}"), record=True)
+    assert wrong_versions(outcome)
+
+
+def test_a_step_starts_on_early_units_while_late_ones_still_update():
+    """The gate is per unit, not a barrier."""
+    outcome = run(layout(), ("slow update",), record=True)
+    *ranks, published = outcome.recorded
+    head = len(outcome.units) - 1
+    for step in range(1, STEPS):
+        last = next(time for unit, version, _, time in published if (unit, version) == (head, step))
+        for seen in ranks:
+            first = min(time for number, visit, _, _, time in seen if (number, visit) == (step, 0))
+            assert first < last

@@ -1,0 +1,227 @@
+"""The order of transfers: complete, free of deadlock, and right about what a slot holds."""
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slidedp.config import ACTIVATIONS
+from slidedp.stream.program import FETCH_AHEAD, Deliver, Fetch, Reduce, Stash, Visits, transfers
+from slidedp.stream.stash import OUTGOING
+
+STEPS = 3
+"""Steps that a simulation runs: buffers are handed on from one step to the next."""
+
+
+@st.composite
+def programs(draw):
+    """(layers, window, modes, tied, gradient_slots); the window is at most the layers, as in Engine."""
+    layers = draw(st.integers(1, 6))
+    window = min(layers, draw(st.integers(1, 7)))
+    modes = tuple(draw(st.lists(st.sampled_from(ACTIVATIONS), min_size=layers, max_size=layers)))
+    return layers, window, modes, draw(st.booleans()), draw(st.integers(1, 3))
+
+
+def slot_of(unit: int, layers: int, window: int, tied: bool) -> str:
+    """The slot's name, as Buffers shares slots out."""
+    if unit == 0:
+        return "edge"
+    if unit == layers + 1:
+        return "head" if tied else "edge"
+    return f"layer {unit % window}"
+
+
+def gradient_of(unit: int, layers: int, slots: int, tied: bool) -> str:
+    if unit == 0:
+        return "edge"
+    if unit == layers + 1:
+        return "head" if tied else "edge"
+    return f"layer {unit % min(slots, layers)}"
+
+
+def visits_of(layers: int, tied: bool) -> list[tuple[int, tuple[int, ...]]]:
+    """(visit, units whose parameters it reads) in compute order."""
+    visits = Visits(layers)
+    ups = [(visits.forward(u), (u,)) for u in range(layers + 1)]
+    head = [(visits.head, (layers + 1, 0) if tied else (layers + 1,))]
+    downs = [(visits.backward(u), (u,)) for u in range(layers, 0, -1)]
+    return ups + head + downs
+
+
+def stays(visit: int, unit: int, layers: int, window: int) -> bool:
+    """Whether the visit needs no delivery of its own, as step._Visit decides."""
+    return visit > layers + 1 and unit > layers - window
+
+
+class Ring:
+    """Buffers taken in turn, each behind the signal of what it held."""
+
+    def __init__(self, count: int) -> None:
+        self.free: list[tuple | None] = [None] * count
+        self.next = 0
+
+    def take(self, behind: tuple) -> tuple | None:
+        before, self.free[self.next] = self.free[self.next], behind
+        self.next = (self.next + 1) % len(self.free)
+        return before
+
+
+class Simulation:
+    """Compute and transfer threads as generators that yield the signal they wait for.
+
+    Each follows slidedp.stream.step line by line. The contents of slots are kept, so that a visit can
+    check that it reads its own unit.
+    """
+
+    def __init__(self, layers, window, modes, tied, gradient_slots):
+        self.layers, self.window, self.modes, self.tied = layers, window, modes, tied
+        self.gradient_slots = gradient_slots
+        self.visits = Visits(layers)
+        self.fired: set[tuple] = set()
+        self.content: dict[str, int] = {}
+        self.slot_free: dict[str, tuple] = {}
+        self.gradient_free: dict[str, tuple] = {}
+        self.out, self.back = Ring(OUTGOING), Ring(FETCH_AHEAD)
+        self.reading: dict[str, int] = {}  # slot -> unit that a visit is reading now
+        self.waiting: dict[str, tuple | None] = {}
+
+    def compute(self):
+        for step in range(STEPS):
+            self.fired.add((step, "put", 0))
+            for visit, units in visits_of(self.layers, self.tied):
+                unit = units[0]
+                offload = 1 <= unit <= self.layers and self.modes[unit - 1] == "offload"
+                backward = visit > self.visits.head
+                if not (backward and stays(visit, unit, self.layers, self.window)):
+                    yield (step, "delivered", visit)
+                slots = {slot_of(u, self.layers, self.window, self.tied): u for u in units}
+                self.reading |= slots
+                if offload and not backward:
+                    before = self.out.take((step, "stashed", unit))
+                    if before is not None:
+                        yield before
+                    self.fired.add((step, "held", unit))
+                if offload and backward:
+                    yield (step, "fetched", unit)
+                yield None  # others may run while this visit reads
+                for slot, wanted in slots.items():
+                    assert self.content[slot] == wanted, f"visit {visit} reads {self.content[slot]}"
+                    del self.reading[slot]
+                self.fired.add((step, "visited", visit))
+                if backward or visit == self.visits.head:
+                    yield from self.submit(step, unit)
+            yield from self.submit(step, 0)
+
+    def submit(self, step, unit):
+        buffer = gradient_of(unit, self.layers, self.gradient_slots, self.tied)
+        before = self.gradient_free.get(buffer)
+        if before is not None:
+            yield before
+        self.gradient_free[buffer] = (step, "reduced", unit)
+        self.fired.add((step, "gradient", unit))
+
+    def transfer(self):
+        program = transfers(self.layers, self.window, self.modes, self.tied)
+        for step in range(STEPS):
+            yield (step, "put", 0)
+            for item in program:
+                if isinstance(item, Deliver):
+                    if item.visit <= self.visits.head and step > 0:
+                        # in_forward, the later of the schedules: published when all have landed
+                        for unit in range(self.layers + 2):
+                            yield (step - 1, "reduced", unit)
+                    slot = slot_of(item.unit, self.layers, self.window, self.tied)
+                    if slot in self.slot_free:
+                        yield self.slot_free[slot]
+                    self.slot_free[slot] = (step, "visited", item.release)
+                    assert slot not in self.reading, f"{item} while unit {self.reading[slot]} is read"
+                    self.content[slot] = item.unit
+                    self.fired.add((step, "delivered", item.visit))
+                elif isinstance(item, Reduce):
+                    yield (step, "gradient", item.unit)
+                    self.fired.add((step, "reduced", item.unit))
+                elif isinstance(item, Stash):
+                    yield (step, "held", item.unit)
+                    self.fired.add((step, "stashed", item.unit))
+                else:
+                    before = self.back.take((step, "visited", self.visits.backward(item.unit)))
+                    if before is not None:
+                        yield before
+                    yield (step, "stashed", item.unit)
+                    self.fired.add((step, "fetched", item.unit))
+                yield None
+
+    def run(self, choose):
+        """Advances one runnable thread at a time; fails when none is."""
+        threads = {"compute": self.compute(), "transfer": self.transfer()}
+        self.waiting = dict.fromkeys(threads)
+        while threads:
+            able = [n for n in threads if self.waiting[n] is None or self.waiting[n] in self.fired]
+            assert able, f"deadlock: {self.waiting}"
+            name = able[choose(len(able))]
+            try:
+                self.waiting[name] = next(threads[name])
+            except StopIteration:
+                del threads[name], self.waiting[name]
+
+
+@settings(max_examples=250, deadline=None)
+@given(programs(), st.randoms(use_true_random=False))
+def test_no_deadlock_and_no_slot_overwritten(program, random):
+    """Under any interleaving: also the two in which one thread always runs ahead."""
+    for choose in (random.randrange, lambda able: 0, lambda able: able - 1):
+        Simulation(*program).run(choose)
+
+
+def test_every_small_program_ends():
+    """All layers 1..6, windows 1..7, gradient slots 1..3, tied or not, with one mode throughout."""
+    for layers in range(1, 7):
+        for window in {min(layers, w) for w in range(1, 8)}:
+            for slots in (1, 2, 3):
+                for tied in (False, True):
+                    for mode in ("keep", "offload"):
+                        Simulation(layers, window, (mode,) * layers, tied, slots).run(lambda able: able - 1)
+
+
+@given(programs())
+def test_every_visit_has_what_it_needs(program):
+    layers, window, modes, tied, _ = program
+    visits, order = Visits(layers), transfers(layers, window, modes, tied)
+    delivered = [(t.visit, t.unit) for t in order if isinstance(t, Deliver)]
+    needed = [
+        (visit, units[0])
+        for visit, units in visits_of(layers, tied)
+        if not stays(visit, units[0], layers, window)
+    ]
+    assert sorted(delivered) == sorted(needed)
+    assert [t.visit for t in order if isinstance(t, Deliver)] == sorted(v for v, _ in needed)
+    assert [t.unit for t in order if isinstance(t, Reduce)] == list(range(layers + 1, -1, -1))
+    offloaded = [u for u in range(1, layers + 1) if modes[u - 1] == "offload"]
+    assert [t.unit for t in order if isinstance(t, Stash)] == offloaded
+    assert [t.unit for t in order if isinstance(t, Fetch)] == offloaded[::-1]
+    assert visits.embed_backward == 2 * layers + 2
+
+
+@given(programs())
+def test_a_release_is_the_last_visit_before_the_slot_is_refilled(program):
+    layers, window, modes, tied, _ = program
+    order = [t for t in transfers(layers, window, modes, tied) if isinstance(t, Deliver)]
+    visits = Visits(layers)
+    for i, deliver in enumerate(order):
+        slot = slot_of(deliver.unit, layers, window, tied)
+        later = [t.visit for t in order[i + 1 :] if slot_of(t.unit, layers, window, tied) == slot]
+        until = min(later, default=visits.embed_backward + 1)
+        readers = [
+            visit
+            for visit, units in visits_of(layers, tied)
+            if deliver.unit in units and deliver.visit <= visit < until
+        ]
+        assert deliver.release == max(readers)
+
+
+@given(programs())
+def test_only_the_window_is_ever_resident(program):
+    """A layer that is not in the top `window` comes twice, one that is comes once."""
+    layers, window, modes, tied, _ = program
+    units = [t.unit for t in transfers(layers, window, modes, tied) if isinstance(t, Deliver)]
+    for unit in range(1, layers + 1):
+        assert units.count(unit) == (1 if unit > layers - window else 2)
+    assert units.count(0) == units.count(layers + 1) == 1

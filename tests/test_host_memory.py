@@ -1,0 +1,93 @@
+"""What a run takes of the host is what preflight said, and does not grow with the ranks."""
+
+import os
+import time
+from functools import cache
+from pathlib import Path
+
+import pytest
+from transformers import Qwen3Config
+
+from slidedp import launch
+from slidedp.preflight import Plan, plan
+from tests.launching import VOCABULARY, memfds, nothing_left, small_config, until
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("memory")
+
+
+def config(folder, ranks, width, layers):
+    """Few tokens and the default layout, in BF16."""
+    model = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=width, intermediate_size=3 * width, num_hidden_layers=layers,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=width // 8, tie_word_embeddings=True,
+    )  # fmt: skip
+    return small_config(
+        folder,
+        model=model,
+        ranks=ranks,
+        compute_dtype="bfloat16",
+        run_folder=str(folder / f"run-{ranks}-{layers}"),
+    )
+
+
+def own_bytes(pid):
+    """A process's proportional share of all memory that it or another has written.
+
+    Left out are pages of files: code, which does not depend on the run, and of which a process's share
+    falls with whatever else on the machine maps the same libraries.
+    """
+    rows = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:])
+    return 1024 * sum(int(size) for name, size, *_ in rows if name in ("Pss_Anon:", "Pss_Shmem:"))
+
+
+def peak(config) -> list[int]:
+    """Bytes of the launcher, each rank and the worker, at the moment when their sum was largest.
+
+    From the first update on: before, pages are still being mapped, and what a second process maps
+    between two readings would count for the first one whole.
+    """
+    best: list[int] = []
+    with nothing_left(), launch(config) as run:
+        pids = [os.getpid(), *(process.pid for process in run._processes)]
+        until(lambda: run.log.events("update") or not run.running, "an update", 300)
+        while not best or run.log.steps_done < 3:
+            best = max(best, [own_bytes(pid) for pid in pids], key=sum)
+            assert run.running, run.failure
+            time.sleep(0.2)
+    assert memfds() == 0
+    return best
+
+
+@cache
+def idle(folder) -> tuple[int, int]:
+    """(launcher and worker, a rank) where all is imported and connected, and the model is nothing."""
+    launcher, *ranks, worker = peak(config(folder, ranks=2, width=16, layers=2))
+    return launcher + worker, sum(ranks) // len(ranks)
+
+
+@cache
+def held(folder, ranks) -> tuple[int, Plan]:
+    """Bytes of all processes less what the same processes hold idle, and the preflight."""
+    others, rank = idle(folder)
+    settings = config(folder, ranks, width=512, layers=96)
+    return sum(peak(settings)) - others - ranks * rank, plan(settings)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_run_takes_what_preflight_said(folder, ranks, record_property):
+    taken, preflight = held(folder, ranks)
+    assert preflight.parameters > 300e6
+    record_property("host_bytes", taken)
+    record_property("host_bytes_said", preflight.host_bytes)
+    print(f"{ranks} rank(s): {taken / 2**30:.3f} GiB taken, {preflight.host_bytes / 2**30:.3f} GiB said")
+    assert taken == pytest.approx(preflight.host_bytes, rel=0.10)
+
+
+def test_the_ranks_share_one_state(folder):
+    taken = [held(folder, ranks)[0] for ranks in (1, 2, 4)]
+    assert max(taken) < 1.05 * min(taken), taken

@@ -1,0 +1,281 @@
+"""Whole runs: real processes, real gloo, real shared memory."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from slidedp import ConfigError, Layout, RunFailed, launch, open_run
+from slidedp.host.memory import pss_bytes
+from slidedp.preflight import plan
+from tests.launching import DEADLINE, LENGTH, VOCABULARY, alive, memfds, nothing_left, small_config, until
+
+STEPS = 45
+SAMPLED = [1, 21, 41]
+"""Steps of such a run that have a timeline."""
+COLUMNS = {
+    "loss", "targets", "step_seconds", "tokens_per_second", "tflops_per_gpu", "busy", "lr",
+    "gradient_norm", "skipped", "update_seconds",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("session")
+
+
+@pytest.fixture(scope="module")
+def finished(folder):
+    """A run that has done all its steps, and still holds its state."""
+    with launch(small_config(folder, steps=STEPS, run_folder=str(folder / "finished"))) as run:
+        run.wait(DEADLINE)
+        yield run
+
+
+def running(run, steps=3):
+    """The run, once it has done a few steps."""
+    until(lambda: run.log.steps_done >= steps or not run.running, f"{steps} steps")
+    assert run.running, run.failure
+    assert run.status == "running"
+    return run
+
+
+def test_a_run_learns_and_reports_every_step(finished):
+    assert (finished.status, finished.failure, finished.running) == ("finished", None, False)
+    metrics = finished.metrics()
+    assert list(metrics.index) == list(range(STEPS))
+    assert set(metrics.columns) == COLUMNS
+    assert metrics["loss"].iloc[-5:].mean() < metrics["loss"].iloc[:5].mean() - 1
+    assert (metrics["targets"] == 4 * LENGTH).all()
+    assert (metrics["lr"] == 1e-2).all() and not metrics["skipped"].any()
+    # The first step has none before it to measure from.
+    timed = ["step_seconds", "tokens_per_second", "tflops_per_gpu"]
+    assert metrics.loc[0, timed].isna().all()
+    assert (metrics.loc[1:, timed] > 0).all(axis=None)
+    assert metrics.drop(columns=timed).notna().all(axis=None)
+    assert metrics["busy"].between(0, 1).all()
+    ranks = finished.log.ranks()
+    assert sorted(zip(ranks["step"], ranks["rank"], strict=True)) == [
+        (step, rank) for step in range(STEPS) for rank in (0, 1)
+    ]
+    assert str(STEPS) in repr(finished) and "finished" in repr(finished)
+
+
+def test_the_run_folder_tells_the_same(finished, tmp_path):
+    log = open_run(finished.folder)
+    pd.testing.assert_frame_equal(log.metrics(), finished.metrics(), check_exact=True)
+    pd.testing.assert_frame_equal(log.ranks(), finished.log.ranks(), check_exact=True)
+    assert log.events("end")[0]["status"] == "finished"
+    assert log.description["config"]["steps"] == STEPS
+    for step in SAMPLED:
+        pd.testing.assert_frame_equal(log.timeline(step), finished.log.timeline(step))
+    # A run that goes on, or was killed, may have written half of a line.
+    (tmp_path / "run.json").write_text((finished.folder / "run.json").read_text())
+    lines = (finished.folder / "events.jsonl").read_text().splitlines()
+    first = next(i for i, line in enumerate(lines) if json.loads(line)["kind"] == "step")
+    (tmp_path / "events.jsonl").write_text("\n".join(lines[: first + 2]))
+    assert len(open_run(tmp_path).events("step")) == 1
+    # One rank has not reported the first step yet, then both have, and nothing can be timed.
+    assert len(open_run(tmp_path).metrics()) == 0
+    steps = [line for line in lines if json.loads(line)["kind"] == "step"][:2]
+    (tmp_path / "events.jsonl").write_text("\n".join([*steps, ""]))
+    assert open_run(tmp_path).metrics()["tokens_per_second"].isna().all()
+    with pytest.raises(ConfigError, match="not a run folder"):
+        open_run(tmp_path / "nothing")
+
+
+def test_a_sampled_step_has_every_rank_and_track(finished):
+    assert finished.log.sampled_steps() == SAMPLED
+    spans = finished.log.timeline(21)
+    units = {"embed", "head", *(f"layers.{i}" for i in range(5))}
+    for rank in (0, 1):
+        own = spans[spans["rank"] == rank]
+        assert set(own["track"]) == {"compute", "deliver", "reduce"}
+        for track, phase in (("compute", "forward"), ("deliver", "deliver"), ("reduce", "reduce")):
+            seen = set(own[(own["track"] == track) & (own["phase"] == phase)]["unit"])
+            assert seen == units - ({"head"} if phase == "forward" else set()), (track, seen)
+    assert (spans["end"] >= spans["start"]).all()
+    assert len(finished.log.timeline(2)) == 0
+
+
+def test_an_exported_model_gives_the_logits_of_the_state(finished, tmp_path):
+    exported = AutoModelForCausalLM.from_pretrained(finished.export(tmp_path / "out", dtype="float32"))
+    own = AutoModelForCausalLM.from_config(finished.plan.model)
+    state = finished._state
+    parameters = {
+        p.name: p.view(torch.from_numpy(state.unit(unit).master))
+        for unit in state.units
+        for p in unit.parameters
+    }
+    start = AutoModelForCausalLM.from_pretrained(finished.config.model)
+    ids = torch.from_numpy(np.random.default_rng(1).integers(0, VOCABULARY, (2, LENGTH)))
+    with torch.no_grad():
+        for name, parameter in own.named_parameters():
+            parameter.copy_(parameters[name])
+        logits = exported.eval()(ids).logits
+        assert torch.equal(logits, own.eval()(ids).logits)
+        assert not torch.allclose(logits, start.eval()(ids).logits, atol=0.1)
+
+
+def test_a_run_folder_is_never_written_twice(finished):
+    before = (finished.folder / "events.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match="holds a run already"):
+        launch(finished.config)
+    assert (finished.folder / "events.jsonl").read_bytes() == before
+
+
+def test_layouts_switch_live_and_the_losses_stay(folder, finished):
+    layouts = [
+        Layout(delivery="replicated", reduction="cpu", activations="keep", chunk_bytes=4096),
+        Layout(delivery="broadcast", reduction="gpu_root", activations="offload", window=1),
+    ]
+    with (
+        nothing_left(),
+        launch(small_config(folder, steps=STEPS, run_folder=str(folder / "switched"))) as run,
+    ):
+        for i, layout in enumerate(layouts):
+            run.set_layout(layout)
+            until(lambda n=2 * (i + 1): len(run.log.events("layout")) == n or not run.running, "a switch")
+        with pytest.raises(ConfigError, match="names 2 layers, the model has 5"):
+            run.set_layout(Layout(activations=("keep", "keep")))
+        run.wait(DEADLINE)
+        assert run.layout == layouts[-1]
+        switches = [e["step"] for e in run.log.events("layout")]
+        assert switches[0] == switches[1] < switches[2] == switches[3], switches
+        with pytest.raises(ConfigError, match="the run is finished"):
+            run.set_layout(layouts[0])
+        np.testing.assert_allclose(run.metrics()["loss"], finished.metrics()["loss"], rtol=2e-5)
+
+
+def test_awaiting_a_run_keeps_the_loop_live_and_stop_ends_it_evenly(folder, tmp_path):
+    async def work():
+        run = launch(small_config(folder, run_folder=str(tmp_path / "run")))
+        with pytest.raises(ConfigError, match="the run goes on"):
+            run.export(tmp_path / "early")
+
+        async def stop_after_some_steps():
+            while run.log.steps_done < 3 and run.running:
+                await asyncio.sleep(0.01)
+            run.stop()
+
+        stopper = asyncio.create_task(stop_after_some_steps())
+        assert await asyncio.wait_for(run, DEADLINE) is run
+        await stopper
+        return run
+
+    with nothing_left(), asyncio.run(work()) as run:
+        assert run.status == "stopped"
+        counts = run.log.ranks().groupby("rank")["step"].count()
+        assert counts[0] == counts[1] == len(run.metrics()) == len(run.log.events("update")) >= 3
+        run.export(tmp_path / "out")  # whole: no update is half done
+        run.stop()  # of a run that is over: nothing happens
+        assert run.status == "stopped"
+
+
+@pytest.mark.parametrize("index, name", [(1, "rank 1"), (2, "the optimizer worker")])
+def test_a_killed_process_is_named_and_nothing_stays(folder, tmp_path, index, name):
+    with nothing_left():
+        run = running(launch(small_config(folder, run_folder=str(tmp_path / "run"))))
+        pids = [process.pid for process in run._processes]
+        os.kill(pids[index], signal.SIGKILL)
+        with pytest.raises(RunFailed, match=f"^{name} was ended by SIGKILL$"):
+            run.wait(DEADLINE)
+        assert run.status == "failed"
+        assert not any(alive(pid) for pid in pids)
+        assert memfds() == 0 or run._state is None
+    assert open_run(run.folder).events("end")[0]["failure"] == run.failure
+    with pytest.raises(ConfigError, match="its state is gone"):
+        run.export(tmp_path / "out")
+    run.close()
+
+
+def test_an_exception_in_a_rank_is_shown_with_its_traceback(tmp_path):
+    with nothing_left():
+        run = launch(small_config(tmp_path, run_folder=str(tmp_path / "run")))
+        # Checked by the launcher already, and truncated before the ranks have read it.
+        labels = Path(run.config.data.path, "labels.npy")
+        labels.write_bytes(labels.read_bytes()[:-8])
+        with pytest.raises(RunFailed) as failure:
+            run.wait(DEADLINE)
+        message = str(failure.value)
+        assert message.startswith("rank ")
+        assert "Traceback" in message and "in run_rank" in message
+        assert "labels.npy: not a whole .npy file" in message
+    run.close()
+
+
+def test_close_ends_a_run_at_once_and_frees_its_memory(folder, tmp_path):
+    model = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1536, num_hidden_layers=12,
+        num_attention_heads=8, num_key_value_heads=4, head_dim=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    config = small_config(folder, model=model, run_folder=str(tmp_path / "run"))
+    held = sum(plan(config).host.values())
+    with nothing_left():
+        before = pss_bytes()
+        run = launch(config)
+        assert pss_bytes() - before > 0.9 * held
+        pids = [process.pid for process in run._processes]
+        run.close()
+        assert pss_bytes() - before < 0.1 * held
+        assert not any(alive(pid) for pid in pids)
+    assert (run.status, run.failure) == ("stopped", None)
+    run.close()  # twice does no harm
+
+
+SCRIPT = """
+import time
+from slidedp import Config, Data, launch
+{guard}
+    run = launch(Config(model={model!r}, data=Data(path={data!r}), sequence_length={length},
+                        batch_size=4, steps=1_000_000, ranks=2, device="cpu", run_folder={folder!r}))
+    print(*[process.pid for process in run._processes], flush=True)
+    while {wait} and run.log.steps_done < 3:
+        time.sleep(0.01)
+    print("now", flush=True)
+    run.wait()
+"""
+
+
+def script(folder, tmp_path, guard, wait=False):
+    config = small_config(folder)
+    (tmp_path / "script.py").write_text(
+        SCRIPT.format(
+            guard='if __name__ == "__main__":' if guard else "if True:",
+            wait=wait,
+            model=config.model,
+            data=config.data.path,
+            length=LENGTH,
+            folder=str(tmp_path / "run"),
+        )
+    )
+    return [sys.executable, str(tmp_path / "script.py")]
+
+
+@pytest.mark.parametrize("running", [False, True], ids=["while_they_start", "while_they_train"])
+def test_processes_end_with_their_launcher(folder, tmp_path, running):
+    command = script(folder, tmp_path, guard=True, wait=running)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        pids = [int(pid) for pid in launcher.stdout.readline().split()]
+        assert launcher.stdout.readline() == "now\n"
+        assert len(pids) == 3 and all(alive(pid) for pid in pids)
+        launcher.kill()
+    until(lambda: not any(alive(pid) for pid in pids), "all processes ended")
+
+
+def test_a_script_without_the_main_guard_is_told_so(folder, tmp_path):
+    command = script(folder, tmp_path, guard=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
+    assert result.returncode != 0
+    last = result.stderr.splitlines()[-1]
+    assert "RunFailed" in last and 'if __name__ == "__main__":' in last
+    assert "ConfigError: launch() was called while a process of a run was importing" in result.stderr
