@@ -83,6 +83,23 @@ def test_bad_settings_are_refused_in_one_line(settings, field, accepted):
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("cls", "settings", "field"),
+    [
+        (Layout, {"window": True}, "layout.window"),
+        (Layout, {"chunk_bytes": 1e6}, "layout.chunk_bytes"),
+        (Layout, {"gradient_slots": None}, "layout.gradient_slots"),
+        (Optimizer, {"lr": True}, "optimizer.lr"),
+        (Optimizer, {"lr": "1"}, "optimizer.lr"),
+        (Optimizer, {"warmup_steps": 1.0}, "optimizer.warmup_steps"),
+        (Optimizer, {"betas": ("0.9", "0.95")}, "optimizer.betas"),
+    ],
+)
+def test_python_is_checked_like_toml(cls, settings, field):
+    with pytest.raises(ConfigError, match=f"^{field}=[^\\n]*$"):
+        cls(**settings)
+
+
 @pytest.mark.parametrize("missing", ["model", "data"])
 def test_what_has_no_default_must_be_given(missing):
     with pytest.raises(ConfigError, match=f"^{missing}: missing"):

@@ -1,10 +1,10 @@
 """Landing zones: where gradients lie, and whose gradient was there before."""
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slidedp.config import LANDINGS, REDUCTIONS, SCHEDULES, Layout
@@ -22,16 +22,31 @@ def units_of_sizes(sizes):
 
 
 @st.composite
-def plans(draw):
+def shapes(draw):
+    """(units, ranks, bytes of an element)."""
     layers = draw(st.integers(1, 9))
     sizes = draw(st.lists(st.integers(1, 9000), min_size=layers + 2, max_size=layers + 2))
-    layout = Layout(
-        reduction=draw(st.sampled_from(REDUCTIONS)),
-        schedule=draw(st.sampled_from(SCHEDULES)),
-        landing=draw(st.sampled_from(LANDINGS)),
-    )
-    ranks, itemsize = draw(st.integers(1, 4)), draw(st.sampled_from((2, 4)))
-    return LandingPlan(units_of_sizes(sizes), ranks, layout, itemsize), ranks, layout
+    return units_of_sizes(sizes), draw(st.integers(1, 4)), draw(st.sampled_from((2, 4)))
+
+
+LAYOUTS = [
+    Layout(reduction=reduction, schedule=schedule, landing=landing)
+    for reduction, schedule, landing in product(REDUCTIONS, SCHEDULES, LANDINGS)
+]
+
+
+def every_plan(test):
+    """Calls `test(plan, ranks, layout)` for each layout and drawn units."""
+
+    @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda at: f"{at.reduction}-{at.schedule}-{at.landing}")
+    @settings(max_examples=30)
+    @given(shapes())
+    def over_all(layout, shape):
+        units, ranks, itemsize = shape
+        test(LandingPlan(units, ranks, layout, itemsize), ranks, layout)
+
+    over_all.__name__ = test.__name__
+    return over_all
 
 
 def spans(plan):
@@ -47,9 +62,8 @@ def spans(plan):
     return sorted(found.values())
 
 
-@given(plans())
-def test_places_never_overlap_and_stay_inside(case):
-    plan, _, _ = case
+@every_plan
+def test_places_never_overlap_and_stay_inside(plan, ranks, layout):
     places = spans(plan)
     assert places[0][0] == 0 and places[-1][1] <= plan.numel
     for (_, stop), (start, _) in pairwise(places):
@@ -57,18 +71,16 @@ def test_places_never_overlap_and_stay_inside(case):
     assert plan.nbytes == plan.numel * plan.itemsize
 
 
-@given(plans())
-def test_places_begin_on_pages(case):
-    plan, _, _ = case
+@every_plan
+def test_places_begin_on_pages(plan, ranks, layout):
     for start, _ in spans(plan):
         assert start * plan.itemsize % PAGE == 0
     assert plan.nbytes % PAGE == 0
 
 
-@given(plans())
-def test_pieces_tile_the_lanes_and_each_holds_whole_zones(case):
+@every_plan
+def test_pieces_tile_the_lanes_and_each_holds_whole_zones(plan, ranks, layout):
     """What is registered with CUDA: no gap, no overlap, and no DMA across two registrations."""
-    plan, _, _ = case
     pieces = plan.pieces()
     assert pieces[0][0] == 0 and pieces[-1][1] == plan.lanes * plan.lane_stride
     assert all(stop == start for (_, stop), (start, _) in pairwise(pieces))
@@ -79,9 +91,8 @@ def test_pieces_tile_the_lanes_and_each_holds_whole_zones(case):
             assert any(start <= first and first + unit.numel <= stop for start, stop in pieces)
 
 
-@given(plans())
-def test_lanes_and_store_follow_from_route_and_schedule(case):
-    plan, ranks, layout = case
+@every_plan
+def test_lanes_and_store_follow_from_route_and_schedule(plan, ranks, layout):
     assert plan.lanes == (ranks if layout.reduction == "cpu" else 1)
     assert plan.stored == (layout.schedule == "in_forward" and plan.lanes > 1)
     places = {plan.store(unit) for unit in plan.units}
@@ -93,10 +104,9 @@ def test_lanes_and_store_follow_from_route_and_schedule(case):
         assert len({plan.zone(unit) for unit in plan.units}) == min(len(plan.units), RING + 2)
 
 
-@given(plans())
-def test_previous_is_what_a_simulation_finds(case):
+@every_plan
+def test_previous_is_what_a_simulation_finds(plan, ranks, layout):
     """Three steps of landing, head first, embed last."""
-    plan, _, _ = case
     content = {}
     for step in range(3):
         for unit in reversed(plan.units):
