@@ -388,8 +388,10 @@ class Run:
         if not self.running:
             raise ConfigError(f"set_layout: the run is {self.status}; start another with this layout")
         candidate = with_layout(self.plan, layout)
-        landing = sum(v for k, v in candidate.host.items() if k == "gradient landing")
-        if landing > candidate.host_available:
+        landing = candidate.host["gradient landing"]
+        # The system's free bytes do without what the run holds; a budget is for all of it.
+        held = 0 if self.config.host_memory_budget is None else self.plan.host_bytes
+        if held + landing > candidate.host_available:
             raise ConfigError(
                 f"set_layout: {landing / 2**30:.1f} GiB of gradient landing do not fit the host"
             )

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -158,9 +159,13 @@ def test_layouts_switch_live_and_the_losses_stay(folder, finished):
 
 def test_awaiting_a_run_keeps_the_loop_live_and_stop_ends_it_evenly(folder, tmp_path):
     async def work():
-        run = launch(small_config(folder, run_folder=str(tmp_path / "run")))
+        config = small_config(folder, run_folder=str(tmp_path / "run"))
+        budget = 1.01 * plan(config).host_bytes / 2**30
+        run = launch(replace(config, host_memory_budget=budget))
         with pytest.raises(ConfigError, match="the run goes on"):
             run.export(tmp_path / "early")
+        with pytest.raises(ConfigError, match="gradient landing do not fit the host"):
+            run.set_layout(Layout(reduction="cpu"))
 
         async def stop_after_some_steps():
             while run.log.steps_done < 3 and run.running:

@@ -1,0 +1,128 @@
+"""What preflight says, against what is really allocated, on any device."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from slidedp import Config, ConfigError, Data, Layout, plan
+from slidedp import config as settings
+from slidedp.config import DTYPES
+from slidedp.host.landing import Landing, LandingPlan
+from slidedp.host.state import HostState
+from slidedp.model.families import skeleton
+from slidedp.preflight import GIB
+from slidedp.stream.buffers import Buffers
+from slidedp.stream.device import Device
+from slidedp.stream.stash import ActivationStash
+from tests.launching import memfds, small_config
+
+LAYOUTS = {
+    "default": {},
+    "cpu": {"reduction": "cpu"},
+    "in_backward": {"schedule": "in_backward"},
+    "offload": {"activations": "offload"},
+    "wide": {
+        "window": 5,
+        "gradient_slots": 3,
+        "activations": ("keep", "offload", "recompute", "keep", "keep"),
+    },
+}
+
+
+def config(layout=None, tied=True, **more):
+    model = Qwen3Config(
+        vocab_size=97, hidden_size=20, intermediate_size=28, num_hidden_layers=5, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, tie_word_embeddings=tied, max_position_embeddings=64,
+    )  # fmt: skip
+    layout = Layout(**layout or {})
+    optimizer = settings.Optimizer(clip_norm=None)
+    values = {"sequence_length": 16, "batch_size": 6, "ranks": 2, "device": "cpu"} | more
+    return Config(model=model, data=Data(path="unused"), optimizer=optimizer, layout=layout, **values)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Pretends that there are two GPUs, with 40 and 30 GiB free."""
+    free = [40 * GIB, 30 * GIB]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free[index], 80 * GIB))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_buffers_are_exactly_as_said(layout, tied, dtype):
+    said = plan(config(LAYOUTS[layout], tied, compute_dtype=dtype))
+    kind = DTYPES[dtype]
+    state = HostState(said.units, kind)
+    landing = Landing(LandingPlan(said.units, 2, said.config.layout, kind.itemsize), kind)
+    device = Device("cpu", 0)
+    buffers = Buffers(device, said.units, said.config.layout, 2, kind)
+    stash = ActivationStash(device, said.config, 20, said.config.layout.activation_modes(5), kind)
+    try:
+        names = ("FP32 master weights", "exp_avg and exp_avg_sq", "BF16 working copy")
+        assert sum(said.host.get(name, 0) for name in names) == state.nbytes
+        assert said.host["gradient landing"] == landing.tensor.nbytes
+        weights = {id(slot): slot.memory.nbytes for slot in map(buffers.slot, said.units)}
+        assert sum(said.device[n] for n in ("window", "embedding and head, weights")) == sum(weights.values())
+        gradients = {id(buffer): buffer.memory.nbytes for buffer in map(buffers.gradient, said.units)}
+        names = ("gradient buffers", "embedding and head, gradients")
+        assert sum(said.device[name] for name in names) == sum(gradients.values())
+        offloads = said.config.layout.activation_modes(5).count("offload")
+        tokens, width = 3 * 16, 20
+        held = (5 - offloads) * tokens * width * kind.itemsize
+        assert said.device.get("kept layer inputs", 0) == held
+        assert ("offloaded layer inputs" in said.host) == ("offload rings" in said.device) == (offloads > 0)
+    finally:
+        stash.close()
+        landing.close()
+        state.close()
+
+
+def test_parameters_and_totals():
+    said = plan(config())
+    assert said.parameters == sum(p.numel() for p in skeleton(said.model).parameters())
+    assert said.host_bytes == sum(said.host.values()) + 2 * sum(said.device.values())
+    text = repr(said)
+    assert text.startswith("0.0 M parameters on 2 cpu rank(s)")
+    assert all(name in text for name in (*said.host, *said.device))
+    assert len(text.splitlines()) == 1 + len(said.host) + len(said.device)
+    # State and landing do not depend on the ranks; only the ranks' own buffers do.
+    assert plan(config(ranks=1, batch_size=6)).host == plan(config(ranks=3, batch_size=6)).host == said.host
+
+
+def test_nothing_but_the_config_is_read_and_nothing_allocated(tmp_path):
+    good = small_config(tmp_path)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    before = memfds()
+    said = plan(replace(good, data=Data(path="no/such/folder")))
+    assert said.parameters > 0
+    assert memfds() == before
+
+
+def test_a_gpu_run_counts_device_memory_apart(gpus):
+    said = plan(config(device=None, ranks=None))
+    assert (said.config.device, said.config.ranks) == ("cuda", 2)
+    assert (said.config.compute_dtype, said.config.compile) == ("bfloat16", True)
+    assert said.host_bytes == sum(said.host.values())
+    assert said.device_available == 30 * GIB  # the fuller one
+    assert "each GPU" in repr(said)
+    said.check()
+    with pytest.raises(ConfigError, match=r"^not enough GPU memory: .* and 0\.0 MiB are free; use a smaller"):
+        replace(said, device_available=1000).check()
+
+
+def test_more_ranks_than_gpus_are_refused(gpus):
+    with pytest.raises(ConfigError, match=r"^ranks=3: 2 GPU\(s\) are visible; set ranks to at most 2$"):
+        plan(config(device="cuda", ranks=3))
+
+
+def test_host_memory_is_the_smaller_of_machine_and_budget(monkeypatch):
+    monkeypatch.setattr("slidedp.preflight.available_bytes", lambda: 7 * GIB)
+    assert plan(config()).host_available == 7 * GIB
+    assert plan(config(host_memory_budget=0.5)).host_available == GIB // 2
+    monkeypatch.setattr("slidedp.preflight.available_bytes", lambda: 1000)  # a cgroup's limit, for one
+    with pytest.raises(ConfigError, match=r"^not enough host memory: .* and 0\.0 MiB are free within"):
+        plan(config()).check()
