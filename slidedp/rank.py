@@ -157,8 +157,12 @@ class MetricsQueue:
 
     def add(self, step: int, loss: torch.Tensor, targets: int, timeline: Timeline) -> None:
         self._pending.append((step, loss, targets, timeline))
-        while self._pending and self._pending[0][3].done():
+        while self._pending and self._complete():
             self._send()
+
+    def _complete(self) -> bool:
+        step, _, _, timeline = self._pending[0]
+        return timeline.done() and (timeline.transferred or step % TIMELINE_EVERY != 1)
 
     def flush(self) -> None:
         while self._pending:

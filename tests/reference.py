@@ -11,7 +11,17 @@ from slidedp.data.samples import Samples
 
 
 def train(config: Config) -> SimpleNamespace:
-    """Losses (global mean) and final parameters of `config` in FP32 on the CPU."""
+    """Losses (global mean), norms before clipping and final parameters of `config` in FP32 on the CPU."""
+    # Beside a pool's processes, a second thread only spins for the first.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _train(config)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _train(config: Config) -> SimpleNamespace:
     model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
     model.train()
     settings = config.optimizer

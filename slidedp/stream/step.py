@@ -236,6 +236,7 @@ class Engine:
                     self.stash.to_host(step, unit)
                 elif isinstance(transfer, Fetch):
                     self.stash.to_device(step, unit, step.signal("visited", self.visits.backward(unit.index)))
+            step.timeline.transferred = True
         self._landings.put(None)
 
     def _chunks(self, unit: Unit) -> list[tuple[int, int]]:

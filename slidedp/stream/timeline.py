@@ -33,6 +33,8 @@ class Timeline:
         self._origin = self._mark(device.compute)
         self._last = self._origin
         self.began = time.time()
+        self.transferred = False
+        """Whether the step's transfers are all recorded; some still are when its compute is over."""
 
     def _mark(self, stream: torch.cuda.Stream | None) -> Mark:
         if stream is None:
