@@ -55,7 +55,7 @@ def peak(config) -> list[int]:
     with nothing_left(), launch(config) as run:
         pids = [os.getpid(), *(process.pid for process in run._processes)]
         until(lambda: run.log.events("update") or not run.running, "an update", 300)
-        while len(run.log.events("update")) < 2:
+        while not best or len(run.log.events("update")) < 2:
             best = max(best, [own_bytes(pid) for pid in pids], key=sum)
             assert run.running, run.failure
             time.sleep(0.2)
