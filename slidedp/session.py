@@ -140,7 +140,6 @@ class Run:
         self.failure: str | None = None
         model = skeleton(preflight.model)
         flops = flops_per_token(model, config.sequence_length)
-        dtype = "BF16" if config.compute_dtype == "bfloat16" else "FP32"
         self._state: HostState | None = None
         self._landings: list[Landing] = []
         self._processes: list[Any] = []
@@ -149,7 +148,7 @@ class Run:
         self._stopping = self._closing = False
         self._over = threading.Event()
         self._rendezvous = tempfile.TemporaryDirectory(prefix="slidedp-")
-        self.log = RunLog.create(folder, describe(config, flops, preflight.parameters) | {"dtype": dtype})
+        self.log = RunLog.create(folder, describe(config, flops, preflight.parameters))
         try:
             self._mark("launched")
             self._state = _loaded_state(preflight)

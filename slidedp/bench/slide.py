@@ -85,7 +85,6 @@ def summary(run: Run, layout: Layout, first: int, end: int) -> dict[str, Any]:
     seconds = median(table["step_seconds"])
     tokens = int(table["targets"].iloc[0])
     flops = float(run.log.description["flops_per_token"])
-    pss = [e["pss_bytes"] for e in run.log.events("step") if e["pss_bytes"] and first <= e["step"] < end]
     return {
         "layout": asdict(layout),
         "steps": end - first,
@@ -95,6 +94,5 @@ def summary(run: Run, layout: Layout, first: int, end: int) -> dict[str, Any]:
         "wait_seconds": {c: float(ranks[c].fillna(0).mean()) for c in ranks if c.startswith("wait_")},
         "update_seconds": float(table["update_seconds"].median()),
         "gpu_peak_gib": float(ranks["gpu_peak_gib"].max()),
-        "rank_pss_gib": sum(pss) / 2**30,
         "losses": [float(x) for x in table["loss"]],
     }

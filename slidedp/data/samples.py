@@ -1,7 +1,7 @@
 """Prepared samples on disk: two int32 arrays [samples, length] that are mapped, never read whole.
 
 `labels[s, i]` is the target of position i, the token after `input_ids[s, i]` (already shifted);
-NO_TARGET leaves a position out of the loss.
+slidedp.model.loss.IGNORED (-100) leaves a position out of the loss.
 """
 
 from pathlib import Path
@@ -11,7 +11,6 @@ import torch
 
 from slidedp.errors import ConfigError
 
-NO_TARGET = -100
 INPUT_IDS, LABELS = "input_ids.npy", "labels.npy"
 
 

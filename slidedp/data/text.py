@@ -13,8 +13,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from slidedp.config import Data
-from slidedp.data.samples import INPUT_IDS, LABELS, NO_TARGET, Samples, write_samples
+from slidedp.data.samples import INPUT_IDS, LABELS, Samples, write_samples
 from slidedp.errors import ConfigError
+from slidedp.model.loss import IGNORED
 
 PIECE = 2**18
 """Characters after which a long document is cut, at the next end of a line, to be tokenised."""
@@ -138,13 +139,13 @@ def check_samples(samples: Samples, batch_size: int, vocab_size: int, source: st
     rows, has_target = max(1, SCAN // samples.length), False
     for start in range(0, samples.count, rows):
         input_ids, labels = (a[start : start + rows] for a in (samples.input_ids, samples.labels))
-        targets = labels[labels != NO_TARGET]
+        targets = labels[labels != IGNORED]
         has_target |= targets.size > 0
         _check_ids(f"{source}: {INPUT_IDS}", input_ids, vocab_size)
         _check_ids(f"{source}: {LABELS}", targets, vocab_size)
     if not has_target:
         raise ConfigError(
-            f"{source}: {LABELS}: every label is {NO_TARGET}, so there is nothing to learn: "
+            f"{source}: {LABELS}: every label is {IGNORED}, so there is nothing to learn: "
             "prepare the samples with targets"
         )
 

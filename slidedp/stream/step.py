@@ -22,11 +22,11 @@ from slidedp.model.loss import SoftmaxGradient, linear_cross_entropy
 from slidedp.model.units import Unit, chunks
 from slidedp.stream.activations import Activations, Keep, LayerCall, Offload, Recompute
 from slidedp.stream.buffers import Buffers, is_tied
-from slidedp.stream.delivery import make_delivery
+from slidedp.stream.delivery import Delivery, make_delivery
 from slidedp.stream.device import Abort, Device
 from slidedp.stream.gates import Gates
 from slidedp.stream.program import Deliver, Fetch, Reduce, Stash, Visits, transfers
-from slidedp.stream.reduction import Arrival, make_reduction
+from slidedp.stream.reduction import Arrival, Reduction, make_reduction
 from slidedp.stream.signals import Step
 from slidedp.stream.stash import ActivationStash
 from slidedp.stream.timeline import Timeline
@@ -114,7 +114,9 @@ class Engine:
 
     # --- compute --------------------------------------------------------------------------------
 
-    def step(self, number: int, input_ids: torch.Tensor, labels: torch.Tensor) -> tuple[Any, Timeline]:
+    def step(
+        self, number: int, input_ids: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, Timeline]:
         """Enqueues one step on [batch, sequence] int64 device tensors.
 
         Returns the loss summed over this rank's targets (FP32 device scalar) and the timeline. All
@@ -242,7 +244,7 @@ class Engine:
     def _chunks(self, unit: Unit) -> list[tuple[int, int]]:
         return chunks(unit, self.layout.chunk_bytes, self.dtype.itemsize, self.ranks)
 
-    def _deliver(self, step: Step, unit: Unit, transfer: Deliver, delivery: Any) -> None:
+    def _deliver(self, step: Step, unit: Unit, transfer: Deliver, delivery: Delivery) -> None:
         slot = self.buffers.slot(unit)
         if transfer.visit <= self.visits.head:
             # Publish, then deliver. Backward reads the same version and needs no gate of its own.
@@ -257,7 +259,7 @@ class Engine:
                 delivery.chunk(source, slot.memory, start, stop)
         step.signal("delivered", transfer.visit).fire(delivery.stream)
 
-    def _reduce(self, step: Step, unit: Unit, reduction: Any) -> None:
+    def _reduce(self, step: Step, unit: Unit, reduction: Reduction) -> None:
         gradient = self.buffers.gradient(unit).memory
         complete = step.signal("gradient", unit.index)
         complete.wait(self.device.collective)
