@@ -26,7 +26,7 @@ ACTIVATIONS = ("keep", "partial", "recompute", "offload")
 SCHEDULES = ("in_forward", "in_backward")
 LANDINGS = ("full", "ring")
 LR_SCHEDULES = ("constant", "linear", "cosine")
-TIMELINE_EVERY = 20
+TIMELINE_EVERY = 10
 """Steps between two full timelines in the telemetry; the second step of each is recorded."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -72,6 +72,13 @@ class Layout:
     backward never waits and the worker takes first what the next forward needs first. `ring`: room for
     a few layers, 2 bytes per parameter less; layers update in the order of backward."""
 
+    gpu_updates: int = 0
+    """Units that are updated on the GPUs and not by the worker: each rank streams its share of the FP32
+    state up, updates it where the summed gradient is, and writes it back. First come those that are
+    updated last and needed first, where the worker would keep the GPUs waiting (`updated_on_gpu`)."""
+    update_slots: int = 8
+    """GPU buffers that each hold a rank's share of one chunk's FP32 state, for `gpu_updates`."""
+
     def __post_init__(self) -> None:
         _choice("layout.delivery", self.delivery, DELIVERIES)
         _choice("layout.reduction", self.reduction, REDUCTIONS)
@@ -80,6 +87,13 @@ class Layout:
         _at_least("layout.chunk_bytes", self.chunk_bytes, 4096)
         _at_least("layout.window", self.window, 1)
         _at_least("layout.gradient_slots", self.gradient_slots, 1)
+        _at_least("layout.gpu_updates", self.gpu_updates, 0)
+        _at_least("layout.update_slots", self.update_slots, 1)
+        if self.gpu_updates and self.reduction != "gpu":
+            raise ConfigError(
+                f"layout.gpu_updates={self.gpu_updates} with layout.reduction={self.reduction!r}: ranks hold "
+                "their shares of the summed gradient only with layout.reduction='gpu'; set that, or 0 updates"
+            )
         if not 0 < self.partial_budget <= 1:
             raise ConfigError(f"layout.partial_budget={self.partial_budget!r}: expected a number in (0, 1]")
         if isinstance(self.activations, list):
@@ -98,6 +112,17 @@ class Layout:
                 "give one mode, or one per layer"
             )
         return self.activations
+
+    def updated_on_gpu(self, layers: int) -> frozenset[int]:
+        """Indices of the units that `gpu_updates` means: `embed` (0) and the first `window` layers, whose
+        slots are theirs from backward to the next forward; then other layers, evenly spread, so that the
+        GPUs and the worker both keep up with backward; the head (layers + 1) last."""
+        near = 1 + min(self.window, layers)
+        count = min(self.gpu_updates, layers + 2)
+        rest = layers + 1 - near
+        spread = min(max(0, count - near), rest)
+        chosen = {*range(min(count, near)), *(near + i * rest // spread for i in range(spread))}
+        return frozenset(chosen | ({layers + 1} if count == layers + 2 else set()))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from slidedp.model.units import Unit, units_of
 from slidedp.stream.buffers import buffer_numels, is_tied
 from slidedp.stream.program import FETCH_AHEAD
 from slidedp.stream.stash import OUTGOING, stash_numel
+from slidedp.stream.update import update_numels
 
 GIB = 2**30
 
@@ -135,12 +136,15 @@ def _device_bytes(config: Config, model: Any, units: tuple[Unit, ...], dtype: to
     intermediates = tokens * intermediates_per_token(model) * size
     vocabulary = units[0].parameters[0].numel
     kept = modes.count("keep") + modes.count("partial") * config.layout.partial_budget
+    ring, waiting = update_numels(units, config.layout, ranks, size)
     rings = (OUTGOING + FETCH_AHEAD) * stash_numel(config, width) if "offload" in modes else 0
     sizes = {
         "window": sum(shapes["slots"]) * size,
         "gradient buffers": sum(shapes["gradients"]) * size,
         "embedding and head, weights": edge * size,
         "embedding and head, gradients": edge * size,
+        "update buffers": ring * (12 + size),
+        "gradients that wait for their update": waiting * size,
         "kept layer inputs": (len(modes) - modes.count("offload")) * tokens * width * size,
         "kept intermediates (estimate)": int(kept * intermediates),
         "offload rings": rings * size,

@@ -18,7 +18,7 @@ from slidedp.config import TIMELINE_EVERY, Config, Layout
 from slidedp.data.order import Order
 from slidedp.data.samples import Samples
 from slidedp.host.landing import Landing, LandingPlan
-from slidedp.host.memory import Handle, pss_bytes
+from slidedp.host.memory import Handle, anonymous_bytes
 from slidedp.host.messages import Finished, Started
 from slidedp.host.process import die_with_parent, reporting, return_freed_memory
 from slidedp.host.state import HostState, StateHandle
@@ -60,11 +60,19 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
     order = Order(samples.count, config.batch_size, config.seed)
     per_rank = config.batch_size // ranks
 
+    registered: set[int] = set()  # units whose FP32 state this GPU reaches
+
     def build(layout: Layout, handle: Handle) -> tuple[Engine, Landing]:
         plan = LandingPlan(state.units, ranks, layout, state.dtype.itemsize)
         landing = Landing(plan, state.dtype, handle)
         for start, stop in plan.pieces():
             device.register(landing.tensor[start:stop])
+        for index in layout.updated_on_gpu(len(state.units) - 2) - registered:
+            # Once for the whole run: seconds for a large model. FP32 ranks compute with the master.
+            arrays = state.tensors(state.units[index])
+            for array in arrays if state.dtype == torch.bfloat16 else arrays[1:]:
+                device.register(array)
+            registered.add(index)
         engine = Engine(config, layout, device, rank, state, landing, gates, functions, abort)
         return engine, landing
 
@@ -97,8 +105,8 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
             gates.send(Started(step, targets))
             loss, timeline = engine.step(
                 step,
-                input_ids.to(device.torch, non_blocking=True),
-                labels.to(device.torch, non_blocking=True),
+                device.bring(input_ids),
+                device.bring(labels),
             )
             metrics.add(step, loss, targets, timeline)
         release(engine, landing)
@@ -162,7 +170,7 @@ class MetricsQueue:
 
     def _complete(self) -> bool:
         step, _, _, timeline = self._pending[0]
-        return timeline.done() and (timeline.transferred or step % TIMELINE_EVERY != 1)
+        return timeline.done() and (step % TIMELINE_EVERY != 1 or timeline.all_done())
 
     def flush(self) -> None:
         while self._pending:
@@ -187,11 +195,13 @@ class MetricsQueue:
             "step_seconds": timeline.seconds_since(self._previous) if self._previous else None,
             "wait_seconds": waits,
             "gpu_peak_bytes": self._device.peak_bytes(),
-            "pss_bytes": pss_bytes() if step % TIMELINE_EVERY == 1 else None,
-            "began": timeline.began,
+            "anonymous_bytes": anonymous_bytes(),
+            "began": timeline.began(),
         }
         if step % TIMELINE_EVERY == 1:
-            event["timeline"] = [tuple(s) for s in timeline.resolve(("compute", "deliver", "reduce"))]
+            event["timeline"] = [
+                tuple(s) for s in timeline.resolve(("compute", "deliver", "reduce", "update"))
+            ]
         self._previous = timeline
         self._launcher.send(event)
 

@@ -127,12 +127,14 @@ class RunLog:
         table = table[complete][names]
         updates = pd.DataFrame(self.events("update"))
         if not updates.empty:
-            table = table.join(updates.drop(columns=["kind", "spans"], errors="ignore").set_index("step"))
+            table = table.join(
+                updates.drop(columns=["kind", "spans", "anonymous_bytes"], errors="ignore").set_index("step")
+            )
         return table
 
     def timeline(self, step: int) -> pd.DataFrame:
         """Spans of a sampled step: rank, track, unit, phase, start and end in ms since the rank's compute
-        began the step. The worker's spans (rank -1, track `update`) count from when rank 0 issued it."""
+        began the step. The worker's spans (rank -1, track `update`) count from when rank 0's did."""
         columns = ["rank", "track", "unit", "phase", "start", "end"]
         events = [e for e in self.events("step") if e["step"] == step]
         rows = [(e["rank"], *span) for e in events for span in e.get("timeline", ())]

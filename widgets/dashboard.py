@@ -48,7 +48,7 @@ class Curves:
         self.loss.append(step.loss)
         self.tokens_per_second.append(step.tokens_per_second)
         for event in step.events:
-            rank, nbytes = event["rank"], event["gpu_peak_bytes"] or event["pss_bytes"]
+            rank, nbytes = event["rank"], event["gpu_peak_bytes"] or event["anonymous_bytes"]
             self.rank_loss[rank].append(event["loss_sum"] / max(1, event["targets"]))
             self.rank_memory[rank].append(nbytes / GIB if nbytes else math.nan)
         for event in step.events:

@@ -11,6 +11,8 @@ import numpy as np
 from slidedp.bench.shapes import qwen3
 from slidedp.config import Config, Data, Layout, Optimizer
 from slidedp.data.samples import write_samples
+from slidedp.host.memory import anonymous_bytes
+from slidedp.preflight import GIB, with_layout
 from slidedp.session import Run, launch
 
 WARM_UP = 5
@@ -77,6 +79,15 @@ def spans(run: Run, layouts: list[Layout]) -> list[tuple[Layout, int, int]]:
     ]
 
 
+def host_bytes(run: Run, layout: Layout) -> int:
+    """Host memory of all processes: the segments that they share, and what each alone held at most."""
+    own = {-2: anonymous_bytes()}
+    for event in [*run.log.events("step"), *run.log.events("update")]:
+        process = event.get("rank", -1)
+        own[process] = max(own.get(process, 0), event["anonymous_bytes"])
+    return with_layout(run.plan, layout).host_bytes + sum(own.values())
+
+
 def summary(run: Run, layout: Layout, first: int, end: int) -> dict[str, Any]:
     """Medians over steps [first, end)."""
     table = run.metrics().loc[first : end - 1]
@@ -94,5 +105,6 @@ def summary(run: Run, layout: Layout, first: int, end: int) -> dict[str, Any]:
         "wait_seconds": {c: float(ranks[c].fillna(0).mean()) for c in ranks if c.startswith("wait_")},
         "update_seconds": float(table["update_seconds"].median()),
         "gpu_peak_gib": float(ranks["gpu_peak_gib"].max()),
+        "host_gib": host_bytes(run, layout) / GIB,
         "losses": [float(x) for x in table["loss"]],
     }

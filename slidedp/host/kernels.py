@@ -235,11 +235,21 @@ def adamw_update(
     if working is not None:
         _check(working, "working", np.uint16, n)
     _check_lanes(landing, offset, lane_stride, lanes, n)
-    root, rate = math.sqrt(1 - beta2**step), lr / (1 - beta1**step)
-    factors = grad_scale, 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, 1 / root, eps, rate
-    c = tuple(np.float32(x) for x in factors)  # computed in FP64, rounded once
+    factors = adamw_factors(
+        grad_scale=grad_scale, lr=lr, beta1=beta1, beta2=beta2, eps=eps, weight_decay=weight_decay, step=step
+    )
+    c = tuple(np.float32(x) for x in factors)
     where = int(offset), int(lane_stride), int(lanes)
     _adamw(master, exp_avg, exp_avg_sq, working, landing, *where, c)
+
+
+def adamw_factors(
+    *, grad_scale: float, lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int
+) -> tuple[float, ...]:
+    """What an AdamW kernel multiplies by, computed in FP64, for it to round once: the gradient's scale,
+    the decay, 1 - beta1, beta2, 1 - beta2, 1 / sqrt(1 - beta2**step), eps and lr / (1 - beta1**step)."""
+    root, rate = math.sqrt(1 - beta2**step), lr / (1 - beta1**step)
+    return grad_scale, 1 - lr * weight_decay, 1 - beta1, beta2, 1 - beta2, 1 / root, eps, rate
 
 
 # --- filling -------------------------------------------------------------------------------------

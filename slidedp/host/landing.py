@@ -3,7 +3,8 @@
 `cpu` reduction has one lane per rank, so that no two ranks ever write the same addresses; the others
 have a single lane. `embed` and `head` have zones of their own; decoder layers have too, or share a ring.
 With the `in_forward` schedule gradients wait for the global norm, so every unit has a place: directly
-where they land (one lane), or in a store that the worker sums the lanes into.
+where they land (one lane), or in a store that the worker sums the lanes into. Units that are updated on
+the GPUs have no place here: their gradients stay there.
 """
 
 import numpy as np
@@ -22,14 +23,17 @@ class LandingPlan:
     """The arithmetic of zones: all offsets are elements of the gradient dtype, on page boundaries."""
 
     def __init__(self, units: tuple[Unit, ...], ranks: int, layout: Layout, itemsize: int) -> None:
-        layers = len(units) - 2
+        elsewhere = layout.updated_on_gpu(len(units) - 2)
+        here = [unit.index not in elsewhere for unit in units]
         self.units, self.itemsize = units, itemsize
         self.lanes = ranks if layout.reduction == "cpu" else 1
+        self._layers = [unit.index for unit in units[1:-1] if here[unit.index]]
         waits = layout.schedule == "in_forward"
-        whole = self.lanes == 1 if waits else layout.landing == "full"
-        self.ring = layers if whole else min(RING, layers)
-        zone = max(aligned(unit.numel, PAGE // 2) for unit in units[1:-1])
-        embed, head = (aligned(units[i].numel, PAGE // 2) for i in (0, -1))
+        self.whole = self.lanes == 1 if waits else layout.landing == "full"
+        """Whether every layer has a zone of its own."""
+        self.ring = len(self._layers) if self.whole else min(RING, len(self._layers))
+        zone = max((aligned(units[i].numel, PAGE // 2) for i in self._layers), default=0)
+        embed, head = (aligned(units[i].numel, PAGE // 2) if here[i] else 0 for i in (0, -1))
         self._zones = [0, *(embed + i * zone for i in range(self.ring)), embed + self.ring * zone]
         self.lane_stride = self._zones[-1] + head
         self.stored = waits and self.lanes > 1
@@ -44,7 +48,7 @@ class LandingPlan:
             return 0
         if unit.index == len(self.units) - 1:
             return self._zones[-1]
-        return self._zones[1 + (unit.index - 1) % self.ring]
+        return self._zones[1 + self._layers.index(unit.index) % self.ring]
 
     def store(self, unit: Unit) -> int:
         """First element of the place where the unit's summed gradient waits for the norm."""
@@ -53,12 +57,12 @@ class LandingPlan:
     def previous(self, unit: Unit, step: int) -> tuple[int, int]:
         """(unit index, step) of the gradient that was in the unit's zone before; layers land last
         to first."""
-        last_layer = len(self.units) - 2
-        if unit.index in (0, last_layer + 1):
+        if unit.index in (0, len(self.units) - 1):
             return unit.index, step - 1
-        if unit.index + self.ring <= last_layer:
-            return unit.index + self.ring, step
-        return (unit.index - 1) % self.ring + 1, step - 1
+        place = self._layers.index(unit.index)
+        if place + self.ring < len(self._layers):
+            return self._layers[place + self.ring], step
+        return self._layers[place % self.ring], step - 1
 
     def pieces(self) -> list[tuple[int, int]]:
         """Ranges to register with CUDA: whole zones of all lanes, and nothing of the store."""

@@ -53,7 +53,7 @@ class Segment:
 
     def tensor(self, dtype: torch.dtype) -> torch.Tensor:
         """The whole segment as one tensor on the CPU."""
-        return torch.frombuffer(self._map, dtype=dtype, count=self.nbytes // dtype.itemsize)
+        return torch.from_numpy(self.array(np.uint8)).view(dtype)
 
     def touch(self) -> None:
         """Writes zeros over fresh pages with all threads: 4 to 5 times faster than one thread."""
@@ -118,3 +118,13 @@ def pss_bytes(pid: int | None = None) -> int:
     """Proportional set size of a process: shared pages divided by the processes that map them."""
     text = Path(f"/proc/{pid or 'self'}/smaps_rollup").read_text()
     return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")) * 1024
+
+
+def anonymous_bytes() -> int:
+    """What this process alone holds: its resident pages that belong to no file and no segment.
+
+    Unlike a PSS, the kernel has it at hand. Reading the PSS of a mapped 8B state walks 30 million page
+    table entries.
+    """
+    text = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith("RssAnon:")) * 1024

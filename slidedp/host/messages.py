@@ -29,6 +29,13 @@ class Landed(NamedTuple):
     sum_of_squares: float
 
 
+class Written(NamedTuple):
+    """Rank to worker: this rank has updated its share of `unit` on its GPU, and written it to the host."""
+
+    step: int
+    unit: int
+
+
 class Finished(NamedTuple):
     """Rank to worker: no further step will come."""
 
@@ -45,6 +52,17 @@ class Consumed(NamedTuple):
 
     unit: int
     step: int
+
+
+class Coefficients(NamedTuple):
+    """Worker to rank: what an update of step `step` on the GPUs needs, once it is known."""
+
+    step: int
+    grad_scale: float | None
+    """Factor of the summed gradients, clipping included; None where the step is skipped."""
+    lr: float
+    update: int
+    """AdamW's step count, from 1."""
 
 
 class Begin(NamedTuple):

@@ -100,6 +100,12 @@ class HostState:
             return torch.from_numpy(state.master)
         return torch.from_numpy(state.working).view(torch.bfloat16)
 
+    def tensors(self, unit: Unit) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The unit's master, exp_avg and exp_avg_sq, each FP32 [unit.numel]."""
+        state = self.unit(unit)
+        master, exp_avg, exp_avg_sq = map(torch.from_numpy, (state.master, state.exp_avg, state.exp_avg_sq))
+        return master, exp_avg, exp_avg_sq
+
     def refresh_working(self) -> None:
         """Makes the working copy from the master, after loading."""
         if "working" in self._arrays:

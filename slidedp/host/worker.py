@@ -1,8 +1,9 @@
 """The optimizer worker: one process that updates the authoritative state once per step.
 
-It counts landed chunks, sums lanes, computes the global norm, runs AdamW and publishes versions. It
-also decides how each step begins, so that all ranks agree on a stop or a new layout without a
-collective: the answer for step t+1 goes out when the first rank starts step t, a whole step early.
+It counts landed chunks, sums lanes, computes the global norm, runs AdamW and publishes versions. Units
+that the ranks update on their GPUs it publishes when every rank has written its share. It also decides
+how each step begins, so that all ranks agree on a stop or a new layout without a collective: the answer
+for step t+1 goes out when the first rank starts step t, a whole step early.
 """
 
 import heapq
@@ -19,8 +20,8 @@ import numpy as np
 from slidedp.config import DTYPES, TIMELINE_EVERY, Config, Layout
 from slidedp.host import kernels
 from slidedp.host.landing import Landing, LandingPlan
-from slidedp.host.memory import Handle
-from slidedp.host.messages import Begin, Consumed, Finished, Landed, Published, Started
+from slidedp.host.memory import Handle, anonymous_bytes
+from slidedp.host.messages import Begin, Coefficients, Consumed, Finished, Landed, Published, Started, Written
 from slidedp.host.process import die_with_parent, reporting
 from slidedp.host.state import HostState, StateHandle
 from slidedp.model.units import Unit, chunks
@@ -63,6 +64,7 @@ class OptimizerWorker:
         self._answered = 0  # the last step whose Begin has been sent
         self._command: SetLayout | Stop | None = None
         self._started: dict[int, list[int]] = {}
+        self._early: list[Landed | Written] = []  # of the next step
         kernels.set_threads(worker_threads(len(ranks)))
         self._use(layout, landing)
         self._begin_step()
@@ -71,13 +73,22 @@ class OptimizerWorker:
         self.layout, self.landing = layout, landing
         size = landing.plan.itemsize
         self._chunks = [chunks(u, layout.chunk_bytes, size, len(self.ranks)) for u in self.state.units]
+        self._on_gpu = layout.updated_on_gpu(len(self.state.units) - 2)
 
     def _begin_step(self) -> None:
+        in_forward = self.layout.schedule == "in_forward"
+        counts = [len(parts) for parts in self._chunks]
         self._arrivals: dict[tuple[int, int], list[float]] = {}
-        self._missing = [len(parts) for parts in self._chunks]
+        self._to_land = [n if in_forward or i not in self._on_gpu else 0 for i, n in enumerate(counts)]
+        self._to_update = [n if i not in self._on_gpu else len(self.ranks) for i, n in enumerate(counts)]
         self._sums: dict[tuple[int, int], float] = {}
         self._waiting: list[tuple[int, int, int]] = []
         self._spans: list[tuple[str, float, float]] = []
+        self._norm, self._skipped, self._clip = math.nan, False, 1.0
+        self._send_coefficients_in_backward()
+        early, self._early = self._early, []
+        for message in early:
+            self.handle(message)
 
     # --- what arrives ---------------------------------------------------------------------------
 
@@ -86,13 +97,18 @@ class OptimizerWorker:
         if not isinstance(self._command, Stop):
             self._command = command
 
-    def handle(self, message: Started | Landed | Finished) -> None:
-        if isinstance(message, Landed):
-            self._landed(message)
-        elif isinstance(message, Started):
+    def handle(self, message: Started | Landed | Written | Finished) -> None:
+        if isinstance(message, Started):
             self._start(message)
-        else:
+        elif isinstance(message, Finished):
             self.finished += 1
+        elif message.step == self.step + 1:
+            # A rank may be a step ahead while another still writes back what its GPU has updated.
+            self._early.append(message)
+        elif isinstance(message, Landed):
+            self._landed(message)
+        else:
+            self._count_update(message.unit)
 
     def _start(self, message: Started) -> None:
         counts = self._started.setdefault(message.step, [])
@@ -102,6 +118,13 @@ class OptimizerWorker:
             self._answered = message.step + 1
         elif len(counts) == 1:
             self._answered = message.step
+        self._send_coefficients_in_backward()
+
+    def _send_coefficients_in_backward(self) -> None:
+        """Without a norm to wait for, all that GPU updates need is how many targets the ranks have."""
+        complete = len(self._started.get(self.step, ())) == len(self.ranks)
+        if complete and self.layout.schedule == "in_backward":
+            self._send_coefficients()
 
     def _landed(self, message: Landed) -> None:
         key = (message.unit, message.chunk)
@@ -112,10 +135,11 @@ class OptimizerWorker:
         unit = self.state.units[message.unit]
         start, stop = self._chunks[message.unit][message.chunk]
         plan = self.landing.plan
+        self._to_land[unit.index] -= 1
         if self.layout.schedule == "in_backward":
             # With room for all gradients, first what the next forward needs first: then the worker is
             # busy in both passes and the forward waits least. In a ring, first come first served.
-            turn = unit.index if plan.ring == len(self.state.units) - 2 else -unit.index
+            turn = unit.index if plan.whole else -unit.index
             heapq.heappush(self._waiting, (turn, message.chunk, unit.index))
             return
         if plan.stored:
@@ -130,15 +154,36 @@ class OptimizerWorker:
                 )
         else:
             self._sums[key] = math.fsum(sums)
-        self._missing[unit.index] -= 1
-        if self._missing[unit.index] == 0 and plan.stored:
+        if self._to_land[unit.index] == 0 and plan.stored:
             self._send(Consumed(unit.index, self.step))
-        if not any(self._missing):
-            self._complete_step()
+        if not any(self._to_land):
+            self._clip_and_update()
+
+    def _clip_and_update(self) -> None:
+        """All gradients of the step are here, and with them the norm: `in_forward` updates begin."""
+        self._norm = math.sqrt(math.fsum(self._sums.values())) * self._denominator_scale()
+        self._skipped = not math.isfinite(self._norm)
+        limit = self.config.optimizer.clip_norm
+        # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
+        self._clip = min(1.0, limit / (self._norm + 1e-6)) if limit is not None else 1.0
+        self._send_coefficients()
+        for unit in self.state.units:
+            if unit.index in self._on_gpu:
+                continue
+            if self._skipped:
+                self._to_update[unit.index] = 1
+                self._count_update(unit.index)
+            else:
+                self._waiting += [(unit.index, i, unit.index) for i in range(self._to_update[unit.index])]
+
+    def _send_coefficients(self) -> None:
+        if self._on_gpu:
+            scale = None if self._skipped else self._denominator_scale() * self._clip
+            self._send(Coefficients(self.step, scale, self._lr(), self.updates + 1))
 
     @property
     def waiting(self) -> bool:
-        """Whether a landed chunk can be updated now (`in_backward`)."""
+        """Whether a chunk can be updated now."""
         return bool(self._waiting)
 
     def update_one(self) -> None:
@@ -146,43 +191,35 @@ class OptimizerWorker:
         _, chunk, index = heapq.heappop(self._waiting)
         unit, plan = self.state.units[index], self.landing.plan
         start, stop = self._chunks[index][chunk]
+        zone, lanes = (plan.store(unit), 1) if plan.stored else (plan.zone(unit), plan.lanes)
         with self._working_on(unit):
-            self._update(unit, start, stop, plan.zone(unit), plan.lanes, 1.0)
-        self._missing[index] -= 1
-        if self._missing[index] == 0:
-            self._send(Published(index, self.step + 1))
-        if not any(self._missing):
-            self._complete_step()
+            self._update(unit, start, stop, zone, lanes, self._clip)
+        self._count_update(index)
 
     # --- what follows ---------------------------------------------------------------------------
 
+    def _count_update(self, index: int) -> None:
+        """One more part of the unit is updated, by the worker or on a GPU."""
+        self._to_update[index] -= 1
+        if self._to_update[index] == 0:
+            self._send(Published(index, self.step + 1))
+            if not any(self._to_update):
+                self._complete_step()
+
     def _complete_step(self) -> None:
-        """All gradients of the step are here: update what still waits, and move to the next step."""
-        norm, skipped = math.nan, False
-        if self.layout.schedule == "in_forward":
-            norm = math.sqrt(math.fsum(self._sums.values())) * self._denominator_scale()
-            skipped = not math.isfinite(norm)
-            clip = self.config.optimizer.clip_norm
-            # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
-            coefficient = min(1.0, clip / (norm + 1e-6)) if clip is not None else 1.0
-            for unit in self.state.units:
-                if not skipped:
-                    store = self.landing.plan.store(unit)
-                    with self._working_on(unit):
-                        self._update(unit, 0, unit.numel, store, 1, coefficient)
-                self._send(Published(unit.index, self.step + 1))
         event = {
             "kind": "update",
             "step": self.step,
             "lr": self._lr(),
-            "gradient_norm": norm,
-            "skipped": skipped,
+            "gradient_norm": self._norm,
+            "skipped": self._skipped,
             "update_seconds": sum(end - begun for _, begun, end in self._spans),
+            "anonymous_bytes": anonymous_bytes(),
         }
         if self.step % TIMELINE_EVERY == 1:
             event["spans"] = self._spans
         self.report(event)
-        self.updates += not skipped
+        self.updates += not self._skipped
         del self._started[self.step]
         if self._answered == self.step and self.step + 1 < self.config.steps:
             self._switch_layout()
@@ -250,7 +287,7 @@ class OptimizerWorker:
         yield
         self._spans.append((unit.name, begun, time.time()))
 
-    def _send(self, message: Begin | Published | Consumed) -> None:
+    def _send(self, message: Begin | Coefficients | Published | Consumed) -> None:
         for connection in self.ranks:
             connection.send(message)
 
@@ -270,8 +307,9 @@ def run_worker(
     launcher.send({"kind": "ready"})
     sources = [*ranks, launcher]
     while worker.finished < len(ranks) or worker.waiting:
-        # Work goes on between messages, never instead of them: what lands next may be more urgent.
-        for source in wait(sources, timeout=0 if worker.waiting else None):
+        # All news first: what has just landed may be needed before what waits already.
+        ready = wait(sources, timeout=0 if worker.waiting else None)
+        for source in ready:
             assert isinstance(source, Connection)
             try:
                 message = source.recv()
@@ -283,7 +321,7 @@ def run_worker(
                 worker.command(message)
             else:
                 worker.handle(message)
-        if worker.waiting:
+        if worker.waiting and not ready:
             worker.update_one()
 
 

@@ -5,6 +5,7 @@ the call returns, and a signal is only the flag between threads.
 """
 
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -41,18 +42,41 @@ class Device:
         self.to_device: torch.cuda.Stream | None = None
         self.to_host: torch.cuda.Stream | None = None
         self.collective: torch.cuda.Stream | None = None
+        # Of updates on the GPU: state in, kernels, state and working copy out.
+        self.state_in: torch.cuda.Stream | None = None
+        self.update: torch.cuda.Stream | None = None
+        self.state_out: torch.cuda.Stream | None = None
         if self.is_cuda:
             torch.cuda.set_device(self.torch)
             self.compute = torch.cuda.Stream()
             # Collectives go ahead of compute: their kernels are short and other GPUs wait for them.
             self.collective = torch.cuda.Stream(priority=-1)
             self.to_device, self.to_host = torch.cuda.Stream(), torch.cuda.Stream()
+            self.state_in, self.state_out = torch.cuda.Stream(), torch.cuda.Stream()
+            self.update = torch.cuda.Stream(priority=-1)
+            # An event and the clock at one moment: they place what GPUs and other processes do on one axis.
+            self.epoch = torch.cuda.Event(enable_timing=True)
+            self.epoch.record(self.compute)
+            self.epoch.synchronize()
+            self.epoch_time = time.time()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.torch)
 
     def zeros(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.torch)
+
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a small host tensor on the device, behind the current stream's work. From pageable
+        memory it would wait for all of that work."""
+        return tensor.pin_memory().to(self.torch, non_blocking=True) if self.is_cuda else tensor
+
+    def take(self, value: torch.Tensor) -> torch.Tensor:
+        """A device scalar on the host, valid once the current stream's work so far has run."""
+        if not self.is_cuda:
+            return value
+        on_host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        return on_host.copy_(value, non_blocking=True)
 
     def register(self, memory: torch.Tensor) -> None:
         """Lets this GPU's copy engines reach host memory directly."""

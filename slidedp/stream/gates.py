@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from slidedp.host.messages import Begin, Consumed, Finished, Landed, Published, Started
+from slidedp.host.messages import Begin, Coefficients, Consumed, Finished, Landed, Published, Started, Written
 from slidedp.stream.device import Abort
 
 
@@ -20,8 +20,9 @@ class Gates:
         self._published = [0] * units
         self._consumed = [-1] * units  # the step whose gradient was last taken from the landing zone
         self._begins: dict[int, Begin] = {}
+        self._coefficients: Coefficients | None = None
         self._changed = threading.Condition()
-        self._sending = threading.Lock()  # main and landing thread share the pipe
+        self._sending = threading.Lock()  # the main thread and those that report share the pipe
         threading.Thread(target=self._listen, name="slidedp-gates", daemon=True).start()
 
     def _listen(self) -> None:
@@ -34,16 +35,18 @@ class Gates:
         except (EOFError, OSError):
             self._abort.fail(PeerLost("the optimizer worker has ended"))
 
-    def _apply(self, message: Begin | Published | Consumed) -> None:
+    def _apply(self, message: Begin | Published | Consumed | Coefficients) -> None:
         if isinstance(message, Begin):
             self._begins[message.step] = message
+        elif isinstance(message, Coefficients):
+            self._coefficients = message
         elif isinstance(message, Published):
             self._published[message.unit] = message.version
             self._consumed[message.unit] = message.version - 1
         else:
             self._consumed[message.unit] = message.step
 
-    def send(self, message: Started | Landed | Finished) -> None:
+    def send(self, message: Started | Landed | Written | Finished) -> None:
         with self._sending:
             self._worker.send(message)
 
@@ -59,6 +62,13 @@ class Gates:
     def wait_consumed(self, unit: int, step: int) -> None:
         """Returns once the worker no longer needs the gradient that `unit` landed in `step`."""
         self._wait(lambda: self._consumed[unit] >= step)
+
+    def wait_coefficients(self, step: int) -> Coefficients:
+        """What the update of `step` on this rank's device needs. The worker sends the next step's only
+        when every rank has written this one's updates."""
+        self._wait(lambda: self._coefficients is not None and self._coefficients.step == step)
+        assert self._coefficients is not None
+        return self._coefficients
 
     def wait_begin(self, step: int) -> Begin:
         """How `step` starts, as the worker decided for all ranks."""

@@ -28,6 +28,16 @@ class Reduce(NamedTuple):
     unit: int
 
 
+class Load(NamedTuple):
+    """Start to bring up the state of what is updated on the GPU first."""
+
+
+class Update(NamedTuple):
+    """Update the unit on the GPU."""
+
+    unit: int
+
+
 class Stash(NamedTuple):
     """Copy a layer's input to the host."""
 
@@ -40,7 +50,7 @@ class Fetch(NamedTuple):
     unit: int
 
 
-Transfer = Deliver | Reduce | Stash | Fetch
+Transfer = Deliver | Reduce | Load | Update | Stash | Fetch
 
 
 class Visits:
@@ -57,8 +67,16 @@ class Visits:
         return 2 * self.layers + 2 - unit
 
 
-def transfers(layers: int, window: int, modes: tuple[str, ...], tied: bool) -> list[Transfer]:
-    """All transfers of one step in issue order; `modes` has one activation mode per layer."""
+def transfers(
+    layers: int,
+    window: int,
+    modes: tuple[str, ...],
+    tied: bool,
+    on_gpu: frozenset[int] = frozenset(),
+    schedule: str = "in_forward",
+) -> list[Transfer]:
+    """All transfers of one step in issue order; `modes` has one activation mode per layer, `on_gpu` are
+    the units that are updated on the GPU."""
     visits = Visits(layers)
     head, start = visits.head, -1
     resident = layers - window  # layers above this stay in the window from forward to backward
@@ -87,6 +105,14 @@ def transfers(layers: int, window: int, modes: tuple[str, ...], tied: bool) -> l
         freed = visits.backward(waiting[i - FETCH_AHEAD]) if i >= FETCH_AHEAD else layers
         placed.append((freed, Fetch(unit)))
 
+    if on_gpu:
+        # The forward's deliveries come first: their link is the one that the state takes.
+        placed.append((max(start, visits.forward(layers - window)), Load()))
+        last = visits.embed_backward
+        updated = {reduce.unit: visit for visit, reduce in placed if isinstance(reduce, Reduce)}
+        in_backward = schedule == "in_backward"
+        placed += [(updated[unit] if in_backward else last, Update(unit)) for unit in sorted(on_gpu)]
+
     # What leaves the GPU goes first: it frees a buffer that compute is about to need.
-    rank = {Reduce: 0, Stash: 0, Fetch: 1, Deliver: 2}
+    rank = {Reduce: 0, Stash: 0, Fetch: 1, Deliver: 2, Load: 3, Update: 4}
     return [transfer for _, transfer in sorted(placed, key=lambda p: (p[0], rank[type(p[1])]))]

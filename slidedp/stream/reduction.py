@@ -1,5 +1,6 @@
 """GPU to host: how one chunk of every rank's gradient becomes a sum in host memory."""
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,6 +18,9 @@ class Arrival(NamedTuple):
     """Fired when this rank's part of the reduction and its copy to the host are over."""
     sum_of_squares: torch.Tensor | None
     """On the device, FP64 scalar, of the elements that this rank lands; None where the worker sums."""
+
+
+Place = Callable[[Unit, int, int], torch.Tensor]
 
 
 class Reduction(Protocol):
@@ -42,10 +46,13 @@ class OnHost:
 
 
 class Scattered:
-    """Reduce-scatter between GPUs, in place; each rank lands its 1/N of the sum."""
+    """Reduce-scatter between GPUs, in place; each rank lands its 1/N of the sum.
 
-    def __init__(self, device: Device, landing: Landing, rank: int, ranks: int, abort: Abort) -> None:
-        self._device, self._landing, self._abort = device, landing, abort
+    `place(unit, start, stop)` is where a rank's share of chunk [start, stop) lands.
+    """
+
+    def __init__(self, device: Device, place: Place, rank: int, ranks: int, abort: Abort) -> None:
+        self._device, self._place, self._abort = device, place, abort
         self._rank, self._ranks = rank, ranks
 
     def chunk(self, unit: Unit, gradient: torch.Tensor, start: int, stop: int) -> Arrival:
@@ -54,8 +61,7 @@ class Scattered:
             with on(self._device.collective):
                 whole = gradient[start : start + (last - first) * self._ranks]
                 dist.reduce_scatter_tensor(gradient[first:last], whole)
-        lane = self._landing.lane(unit, 0)
-        return _land(self._device, self._abort, gradient[first:host_last], lane[first:host_last])
+        return _land(self._device, self._abort, gradient[first:host_last], self._place(unit, start, stop))
 
 
 class ToRoot:
@@ -75,8 +81,18 @@ class ToRoot:
         return Arrival(done, None)
 
 
+def in_lane(landing: Landing, rank: int, ranks: int) -> Place:
+    """A rank's shares in the landing's only lane."""
+
+    def place(unit: Unit, start: int, stop: int) -> torch.Tensor:
+        first, _, last = shard(start, stop, rank, ranks)
+        return landing.lane(unit, 0)[first:last]
+
+    return place
+
+
 def _land(device: Device, abort: Abort, source: torch.Tensor, target: torch.Tensor) -> Arrival:
-    """Copies a reduced piece to the host, behind the collective, and sums its squares on the way."""
+    """Copies a reduced piece to its place, behind the collective, and sums its squares on the way."""
     reduced, done = Signal(abort), Signal(abort)
     with on(device.collective):
         # FP64: a norm over billions of elements must not depend on how they were cut.
@@ -87,8 +103,7 @@ def _land(device: Device, abort: Abort, source: torch.Tensor, target: torch.Tens
         target.copy_(source, non_blocking=True)
         if device.is_cuda:
             squares.record_stream(device.to_host)
-            on_host = torch.empty((), dtype=torch.float64, pin_memory=True)
-            squares = on_host.copy_(squares, non_blocking=True)
+        squares = device.take(squares)
         done.fire(device.to_host)
     return Arrival(done, squares)
 
@@ -100,5 +115,5 @@ def make_reduction(
     if name == "cpu" and ranks > 1:
         return OnHost(device, landing, rank, abort)
     if name == "gpu" or ranks == 1:
-        return Scattered(device, landing, rank, ranks, abort)
+        return Scattered(device, in_lane(landing, rank, ranks), rank, ranks, abort)
     return ToRoot(device, landing, rank, abort)

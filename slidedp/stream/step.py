@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from slidedp.config import Config, Layout
 from slidedp.host.landing import Landing
-from slidedp.host.messages import Landed
+from slidedp.host.messages import Landed, Written
 from slidedp.host.state import HostState
 from slidedp.model.families import LayerFunction
 from slidedp.model.loss import SoftmaxGradient, linear_cross_entropy
@@ -25,11 +25,12 @@ from slidedp.stream.buffers import Buffers, is_tied
 from slidedp.stream.delivery import Delivery, make_delivery
 from slidedp.stream.device import Abort, Device
 from slidedp.stream.gates import Gates
-from slidedp.stream.program import Deliver, Fetch, Reduce, Stash, Visits, transfers
-from slidedp.stream.reduction import Arrival, Reduction, make_reduction
+from slidedp.stream.program import Deliver, Fetch, Load, Reduce, Stash, Update, Visits, transfers
+from slidedp.stream.reduction import Arrival, Reduction, Scattered, make_reduction
 from slidedp.stream.signals import Step
 from slidedp.stream.stash import ActivationStash
 from slidedp.stream.timeline import Timeline
+from slidedp.stream.update import ShardUpdate
 
 
 class ModelFunctions(NamedTuple):
@@ -71,6 +72,9 @@ class Engine:
         self.visits = Visits(layers)
         self.modes = layout.activation_modes(layers)
         self.buffers = Buffers(device, self.units, layout, self.ranks, self.dtype)
+        self.updates = ShardUpdate(
+            device, config, layout, self.buffers, state, gates, rank, self.ranks, abort
+        )
         self.stash = ActivationStash(
             device, config, self.units[-1].parameters[-1].numel, self.modes, self.dtype
         )
@@ -84,12 +88,14 @@ class Engine:
             for unit, mode in enumerate(self.modes)
         }
         self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
-        self._landings: queue.SimpleQueue[tuple[Landed, Arrival] | None] = queue.SimpleQueue()
+        self._landings: queue.SimpleQueue[tuple[Landed | Written, Arrival] | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[tuple[Landed | Written, Arrival] | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
             for name, work in (
                 ("slidedp-transfer", self._transfer),
-                ("slidedp-landing", self._report_landings),
+                ("slidedp-landing", lambda: self._report(self._landings)),
+                ("slidedp-writing", lambda: self._report(self._writes)),
             )
         ]
         for thread in self._threads:
@@ -119,8 +125,8 @@ class Engine:
     ) -> tuple[torch.Tensor, Timeline]:
         """Enqueues one step on [batch, sequence] int64 device tensors.
 
-        Returns the loss summed over this rank's targets (FP32 device scalar) and the timeline. All
-        transfers of the step follow from the transfer thread.
+        Returns the loss summed over this rank's targets (FP32 scalar on the host, there when the
+        timeline is done) and the timeline. All transfers of the step follow from the transfer thread.
         """
         timeline = Timeline(self.device)
         step = Step(number, self.abort, timeline)
@@ -143,6 +149,7 @@ class Engine:
                 gradient, *rest = activation.backward(self._calls[unit.index], parameters, gradient)
             self._submit(step, unit, dict(zip(parameters, rest, strict=True)))
         self._embed_backward(step, embed, input_ids, gradient, tied_gradient)
+        loss = self.device.take(loss)
         timeline.close()
         return loss, timeline
 
@@ -224,29 +231,49 @@ class Engine:
         reduction = make_reduction(
             self.layout.reduction, self.device, self.landing, self.rank, self.ranks, self.abort
         )
+        kept = Scattered(self.device, self.updates.gradient, self.rank, self.ranks, self.abort)
         program = transfers(
-            len(self.units) - 2, min(self.layout.window, len(self.units) - 2), self.modes, self.tied
+            len(self.units) - 2,
+            min(self.layout.window, len(self.units) - 2),
+            self.modes,
+            self.tied,
+            self.updates.indices,
+            self.layout.schedule,
         )
         while (step := self._steps.get()) is not None:
             for transfer in program:
+                if isinstance(transfer, Load):
+                    self.updates.begin()
+                    continue
                 unit = self.units[transfer.unit]
                 if isinstance(transfer, Deliver):
                     self._deliver(step, unit, transfer, delivery)
                 elif isinstance(transfer, Reduce):
-                    self._reduce(step, unit, reduction)
+                    self._reduce(step, unit, kept if unit.index in self.updates.indices else reduction)
+                elif isinstance(transfer, Update):
+                    self._update(step, unit)
                 elif isinstance(transfer, Stash):
                     self.stash.to_host(step, unit)
                 elif isinstance(transfer, Fetch):
                     self.stash.to_device(step, unit, step.signal("visited", self.visits.backward(unit.index)))
             step.timeline.transferred = True
         self._landings.put(None)
+        self._writes.put(None)
 
     def _chunks(self, unit: Unit) -> list[tuple[int, int]]:
         return chunks(unit, self.layout.chunk_bytes, self.dtype.itemsize, self.ranks)
 
     def _deliver(self, step: Step, unit: Unit, transfer: Deliver, delivery: Delivery) -> None:
-        slot = self.buffers.slot(unit)
-        if transfer.visit <= self.visits.head:
+        slot, forward = self.buffers.slot(unit), transfer.visit <= self.visits.head
+        if forward and self.updates.is_fresh(unit):
+            slot.free = step.signal("visited", transfer.release)
+            with step.timeline.span(
+                "deliver", unit.name, "gather", self.device.collective, self.device.collective
+            ):
+                self.updates.gather(unit)
+            step.signal("delivered", transfer.visit).fire(self.device.collective)
+            return
+        if forward:
             # Publish, then deliver. Backward reads the same version and needs no gate of its own.
             self.gates.wait_published(unit.index, step.number)
         if slot.free is not None:
@@ -264,22 +291,32 @@ class Engine:
         complete = step.signal("gradient", unit.index)
         complete.wait(self.device.collective)
         complete.wait(self.device.to_host)
-        self.gates.wait_consumed(*self.landing.plan.previous(unit, step.number))
+        stays = unit.index in self.updates.indices
+        if not stays:
+            self.gates.wait_consumed(*self.landing.plan.previous(unit, step.number))
         with step.timeline.span("reduce", unit.name, "reduce", self.device.collective, self.device.to_host):
             for i, (start, stop) in enumerate(self._chunks(unit)):
                 arrival = reduction.chunk(unit, gradient, start, stop)
-                self._landings.put((Landed(step.number, unit.index, i, 0.0), arrival))
+                if stays:
+                    self.updates.landed(unit, start, arrival.done)
+                if not stays or self.layout.schedule == "in_forward":
+                    self._landings.put((Landed(step.number, unit.index, i, 0.0), arrival))
         # The buffer is free when both the collectives and the copies that read it have run.
         if self.device.to_host is not None and self.device.collective is not None:
             self.device.to_host.wait_stream(self.device.collective)
         step.signal("reduced", unit.index).fire(self.device.to_host)
 
-    def _report_landings(self) -> None:
-        """Tells the worker about chunks in order, each when it is really in host memory."""
-        while (item := self._landings.get()) is not None:
+    def _update(self, step: Step, unit: Unit) -> None:
+        with step.timeline.span("update", unit.name, "update", self.device.update, self.device.update):
+            written = self.updates.update(unit, step.number)
+        self._writes.put((Written(step.number, unit.index), Arrival(written, None)))
+
+    def _report(self, arrivals: queue.SimpleQueue[tuple[Landed | Written, Arrival] | None]) -> None:
+        """Tells the worker about arrivals in order, each when it is really in host memory."""
+        while (item := arrivals.get()) is not None:
             message, arrival = item
             arrival.done.synchronize()
-            if arrival.sum_of_squares is not None:
+            if isinstance(message, Landed) and arrival.sum_of_squares is not None:
                 message = message._replace(sum_of_squares=float(arrival.sum_of_squares))
             self.gates.send(message)
 

@@ -9,6 +9,8 @@ import torch
 
 from slidedp.stream.device import Device
 
+TRACKS = ("compute", "deliver", "reduce", "update")
+
 Mark = torch.cuda.Event | float
 
 
@@ -16,10 +18,10 @@ class Span(NamedTuple):
     """A resolved piece of a step; times are milliseconds since the step began."""
 
     track: str
-    """`compute`, `deliver` or `reduce`."""
+    """One of TRACKS."""
     unit: str
     phase: str
-    """`forward`, `head`, `backward`, `deliver`, `reduce`, or `wait <cause>`."""
+    """`forward`, `head`, `backward`, `deliver`, `gather`, `reduce`, `update`, or `wait <cause>`."""
     start: float
     end: float
 
@@ -32,7 +34,7 @@ class Timeline:
         self._spans: list[tuple[str, str, str, Mark, Mark]] = []
         self._origin = self._mark(device.compute)
         self._last = self._origin
-        self.began = time.time()
+        self._began = time.time()
         self.transferred = False
         """Whether the step's transfers are all recorded; some still are when its compute is over."""
 
@@ -63,8 +65,18 @@ class Timeline:
         self._last = self._mark(self._device.compute)
 
     def done(self) -> bool:
-        """Whether the step's compute has run, so that `resolve` does not wait."""
+        """Whether the step's compute has run, so that resolving its spans does not wait."""
         return isinstance(self._last, float) or self._last.query()
+
+    def all_done(self) -> bool:
+        """Whether the step's transfers have run too."""
+        return self.transferred and all(isinstance(end, float) or end.query() for *_, end in self._spans)
+
+    def began(self) -> float:
+        """When the step's compute began, in seconds of time.time()."""
+        if isinstance(self._origin, float):
+            return self._began
+        return self._device.epoch_time + self._device.epoch.elapsed_time(self._origin) / 1e3
 
     def seconds_since(self, earlier: "Timeline") -> float:
         """From the beginning of an earlier step to the beginning of this one."""
@@ -81,12 +93,10 @@ class Timeline:
         return start.elapsed_time(end)
 
     def resolve(self, tracks: tuple[str, ...]) -> list[Span]:
-        """The spans of some tracks. Waits for transfers that still run."""
+        """The spans of some tracks, all of which have run."""
         resolved = []
         for track, unit, phase, start, end in list(self._spans):
             if track in tracks:
-                if isinstance(end, torch.cuda.Event):
-                    end.synchronize()
                 times = self._elapsed(self._origin, start), self._elapsed(self._origin, end)
                 resolved.append(Span(track, unit, phase, *times))
         return resolved

@@ -16,7 +16,7 @@ from tests.pool import small_model
 MIXES = ("recompute", "keep", "offload", ("keep", "offload", "recompute", "offload", "keep"))
 
 
-def layouts() -> list[Layout]:
+def layouts(schedule: str) -> list[Layout]:
     cases = product(DELIVERIES, REDUCTIONS)
     return [
         Layout(
@@ -26,6 +26,9 @@ def layouts() -> list[Layout]:
             window=1 + i % 5,
             gradient_slots=1 + i % 3,
             activations=MIXES[i % 4],
+            schedule=schedule,
+            gpu_updates=(2, 4, 7)[i % 3] if reduction == "gpu" else 0,
+            update_slots=1 + 2 * (i % 3),
         )
         for i, (delivery, reduction) in enumerate(cases)
     ]
@@ -57,7 +60,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 def visit_all(config: Config) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Losses and final parameters of a run that changes its layout every few steps."""
     with launch(config) as run:
-        pending = layouts()
+        pending = layouts("in_forward" if config.optimizer.clip_norm else "in_backward")
         switched = 0
         while run.running:
             run.wait(0.02)
@@ -81,11 +84,25 @@ def agree(config: Config) -> None:
         torch.testing.assert_close(parameters[name], value, atol=1e-4, rtol=0)
 
 
+CLIPPING = pytest.mark.parametrize("clip_norm", [0.5, None])
+
+
+def with_clipping(config: Config, clip_norm: float | None, ranks: int) -> Config:
+    return replace(
+        config,
+        ranks=ranks,
+        optimizer=replace(config.optimizer, clip_norm=clip_norm),
+        run_folder=f"{config.run_folder}-{ranks}-{clip_norm}",
+    )
+
+
+@CLIPPING
 @pytest.mark.gpu
-def test_one_gpu(config: Config) -> None:
-    agree(replace(config, ranks=1, run_folder=str(config.run_folder) + "1"))
+def test_one_gpu(config: Config, clip_norm: float | None) -> None:
+    agree(with_clipping(config, clip_norm, 1))
 
 
+@CLIPPING
 @pytest.mark.multigpu
-def test_two_gpus(config: Config) -> None:
-    agree(replace(config, ranks=2, run_folder=str(config.run_folder) + "2"))
+def test_two_gpus(config: Config, clip_norm: float | None) -> None:
+    agree(with_clipping(config, clip_norm, 2))

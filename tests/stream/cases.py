@@ -88,6 +88,8 @@ def some_layout(random: Random, route: tuple[str, str], **fixed: Any) -> Layout:
         "schedule": "in_forward",
         "landing": random.choice(LANDINGS),
     }
+    if route[1] == "gpu":
+        settings |= {"gpu_updates": random.randint(0, LAYERS + 2), "update_slots": random.randint(1, 9)}
     return Layout(delivery=route[0], reduction=route[1], **settings | fixed)
 
 

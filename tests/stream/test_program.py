@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slidedp.config import ACTIVATIONS
-from slidedp.stream.program import FETCH_AHEAD, Deliver, Fetch, Reduce, Stash, Visits, transfers
+from slidedp.config import ACTIVATIONS, SCHEDULES, Layout
+from slidedp.stream.program import FETCH_AHEAD, Deliver, Fetch, Load, Reduce, Stash, Update, Visits, transfers
 from slidedp.stream.stash import OUTGOING
 
 STEPS = 3
@@ -13,11 +13,14 @@ STEPS = 3
 
 @st.composite
 def programs(draw):
-    """(layers, window, modes, tied, gradient_slots); the window is at most the layers, as in Engine."""
+    """(layers, window, modes, tied, gradient_slots, units updated on the GPU, schedule); the window is at
+    most the layers, as in Engine."""
     layers = draw(st.integers(1, 6))
     window = min(layers, draw(st.integers(1, 7)))
     modes = tuple(draw(st.lists(st.sampled_from(ACTIVATIONS), min_size=layers, max_size=layers)))
-    return layers, window, modes, draw(st.booleans()), draw(st.integers(1, 3))
+    on_gpu = Layout(window=window, gpu_updates=draw(st.integers(0, layers + 2))).updated_on_gpu(layers)
+    schedule = draw(st.sampled_from(SCHEDULES))
+    return layers, window, modes, draw(st.booleans()), draw(st.integers(1, 3)), on_gpu, schedule
 
 
 def slot_of(unit: int, layers: int, window: int, tied: bool) -> str:
@@ -71,9 +74,12 @@ class Simulation:
     check that it reads its own unit.
     """
 
-    def __init__(self, layers, window, modes, tied, gradient_slots):
+    def __init__(
+        self, layers, window, modes, tied, gradient_slots, on_gpu=frozenset(), schedule="in_forward"
+    ):
         self.layers, self.window, self.modes, self.tied = layers, window, modes, tied
-        self.gradient_slots = gradient_slots
+        self.gradient_slots, self.on_gpu, self.schedule = gradient_slots, on_gpu, schedule
+        self.fresh: set[int] = set()
         self.visits = Visits(layers)
         self.fired: set[tuple] = set()
         self.content: dict[str, int] = {}
@@ -119,11 +125,26 @@ class Simulation:
         self.fired.add((step, "gradient", unit))
 
     def transfer(self):
-        program = transfers(self.layers, self.window, self.modes, self.tied)
+        program = transfers(self.layers, self.window, self.modes, self.tied, self.on_gpu, self.schedule)
         for step in range(STEPS):
             yield (step, "put", 0)
             for item in program:
-                if isinstance(item, Deliver):
+                if isinstance(item, Load):
+                    continue  # waits on the GPU only
+                if isinstance(item, Update):
+                    slot = slot_of(item.unit, self.layers, self.window, self.tied)
+                    if item.unit <= self.window:
+                        yield self.slot_free[slot]
+                        assert slot not in self.reading, f"{item} while unit {self.reading[slot]} is read"
+                        self.content[slot] = item.unit
+                        self.fresh.add(item.unit)
+                    yield (step, "reduced", item.unit)
+                elif isinstance(item, Deliver) and item.visit <= self.visits.head and item.unit in self.fresh:
+                    slot = slot_of(item.unit, self.layers, self.window, self.tied)
+                    assert self.content[slot] == item.unit, f"{item} finds unit {self.content[slot]}"
+                    self.slot_free[slot] = (step, "visited", item.release)
+                    self.fired.add((step, "delivered", item.visit))
+                elif isinstance(item, Deliver):
                     if item.visit <= self.visits.head and step > 0:
                         # in_forward, the later of the schedules: published when all have landed
                         for unit in range(self.layers + 2):
