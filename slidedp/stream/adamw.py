@@ -29,7 +29,7 @@ def adamw_update(
     [n] receives the new master in the compute dtype. `gradient` [n] is in the compute dtype, and is
     multiplied by `grad_scale`. `step` counts from 1."""
     if master.is_cuda:
-        from slidedp.stream import adamw_triton  # Triton comes with torch where there is a GPU
+        from slidedp.stream import triton_kernels  # Triton comes with torch where there is a GPU
 
         factors = kernels.adamw_factors(
             grad_scale=grad_scale,
@@ -40,7 +40,7 @@ def adamw_update(
             weight_decay=weight_decay,
             step=step,
         )
-        adamw_triton.launch(master, exp_avg, exp_avg_sq, out, gradient, factors)
+        triton_kernels.adamw_update(master, exp_avg, exp_avg_sq, out, gradient, factors)
         return
     kernels.adamw_update(
         master.numpy(),

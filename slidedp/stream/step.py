@@ -228,10 +228,9 @@ class Engine:
 
     def _transfer(self) -> None:
         delivery = make_delivery(self.layout.delivery, self.device, self.rank, self.ranks, self.abort)
-        reduction = make_reduction(
-            self.layout.reduction, self.device, self.landing, self.rank, self.ranks, self.abort
-        )
-        kept = Scattered(self.device, self.updates.gradient, self.rank, self.ranks, self.abort)
+        reduction = make_reduction(self.layout, self.device, self.landing, self.rank, self.ranks, self.abort)
+        norm = self.layout.schedule == "in_forward"
+        kept = Scattered(self.device, self.updates.gradient, self.rank, self.ranks, self.abort, norm)
         program = transfers(
             len(self.units) - 2,
             min(self.layout.window, len(self.units) - 2),

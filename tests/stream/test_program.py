@@ -204,7 +204,7 @@ def test_every_small_program_ends():
 
 @given(programs())
 def test_every_visit_has_what_it_needs(program):
-    layers, window, modes, tied, _ = program
+    layers, window, modes, tied, *_ = program
     visits, order = Visits(layers), transfers(layers, window, modes, tied)
     delivered = [(t.visit, t.unit) for t in order if isinstance(t, Deliver)]
     needed = [
@@ -223,7 +223,7 @@ def test_every_visit_has_what_it_needs(program):
 
 @given(programs())
 def test_a_release_is_the_last_visit_before_the_slot_is_refilled(program):
-    layers, window, modes, tied, _ = program
+    layers, window, modes, tied, *_ = program
     order = [t for t in transfers(layers, window, modes, tied) if isinstance(t, Deliver)]
     visits = Visits(layers)
     for i, deliver in enumerate(order):
@@ -241,7 +241,7 @@ def test_a_release_is_the_last_visit_before_the_slot_is_refilled(program):
 @given(programs())
 def test_only_the_window_is_ever_resident(program):
     """A layer that is not in the top `window` comes twice, one that is comes once."""
-    layers, window, modes, tied, _ = program
+    layers, window, modes, tied, *_ = program
     units = [t.unit for t in transfers(layers, window, modes, tied) if isinstance(t, Deliver)]
     for unit in range(1, layers + 1):
         assert units.count(unit) == (1 if unit > layers - window else 2)

@@ -1,4 +1,4 @@
-"""The Triton kernel of `adamw_update`: 24 bytes of state and 4 of BF16 moved per parameter."""
+"""Kernels that torch has no fast form of; imported only where there is a GPU."""
 
 import torch
 import triton
@@ -27,7 +27,7 @@ def _adamw(
     tl.store(out + at, p.to(out.dtype.element_ty), inside)
 
 
-def launch(
+def adamw_update(
     master: torch.Tensor,
     exp_avg: torch.Tensor,
     exp_avg_sq: torch.Tensor,
@@ -35,6 +35,23 @@ def launch(
     gradient: torch.Tensor,
     factors: tuple[float, ...],
 ) -> None:
-    """Runs the kernel on the current stream; `factors` as `slidedp.host.kernels.adamw_factors` says."""
+    """`slidedp.stream.adamw.adamw_update` in one pass: 24 bytes of state and 4 of BF16 a parameter.
+    `factors` as `slidedp.host.kernels.adamw_factors` returns them."""
     n = master.numel()
     _adamw[(-(-n // _BLOCK),)](master, exp_avg, exp_avg_sq, out, gradient, n, *factors, BLOCK=_BLOCK)
+
+
+@triton.jit
+def _sum_of_squares(x, partial, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(x + at, at < n, other=0.0).to(tl.float64)
+    tl.store(partial + tl.program_id(0), tl.sum(value * value, 0))
+
+
+def sum_of_squares(x: torch.Tensor) -> torch.Tensor:
+    """FP64 scalar on the device, of a flat tensor. torch's own FP64 norm of a BF16 tensor reads 8 GB/s."""
+    programs = -(-x.numel() // _BLOCK)
+    partial = torch.empty(programs, dtype=torch.float64, device=x.device)
+    if programs:
+        _sum_of_squares[(programs,)](x, partial, x.numel(), BLOCK=_BLOCK)
+    return partial.sum()
