@@ -9,13 +9,17 @@ import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+"""Signals that mean a stop at the next step boundary. Jupyter, a terminal and most schedulers send them
+to all processes at once, but only the launcher may act on them."""
+
 
 def die_with_parent() -> None:
-    """Jupyter's stop button must not kill a process that only the launcher may stop, and the
-    launcher's death must end it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Leaves signals that mean a stop to the launcher, and ends with it."""
+    for ending in STOPPING:
+        signal.signal(ending, signal.SIG_IGN)
     PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     launcher = multiprocessing.parent_process()
     if launcher is not None and not launcher.is_alive():  # it died while we imported: no signal will come
         raise SystemExit(1)
