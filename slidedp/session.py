@@ -160,19 +160,20 @@ class Run:
     # --- what a user does -------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> "Run":
-        """Blocks until the run is over, or `timeout` seconds. The first interrupt stops the run after
-        its step, a second one ends it at once. Raises RunFailed with the failing process's traceback."""
-        try:
-            self._wait(timeout)
-        except KeyboardInterrupt:
-            print("stopping after this step; interrupt again to end at once", file=sys.stderr)
-            self.stop()
+        """Blocks until the run is over, or `timeout` seconds. An interrupt stops the run after its step,
+        and one that meets a run which is stopping already ends it at once. Raises RunFailed with the
+        failing process's traceback."""
+        while True:
             try:
-                self._wait(None)
+                self._wait(timeout)
+                return self._checked()
             except KeyboardInterrupt:
-                self.close()
-                raise
-        return self._checked()
+                if self._stopping:
+                    self.close()
+                    raise
+                print("stopping after this step; interrupt again to end at once", file=sys.stderr)
+                self.stop()
+                timeout = None
 
     def _wait(self, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout

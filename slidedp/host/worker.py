@@ -127,6 +127,7 @@ class OptimizerWorker:
             self._send_coefficients()
 
     def _landed(self, message: Landed) -> None:
+        self._expect(message)
         key = (message.unit, message.chunk)
         sums = self._arrivals.setdefault(key, [])
         sums.append(message.sum_of_squares)
@@ -180,6 +181,15 @@ class OptimizerWorker:
         if self._on_gpu:
             scale = None if self._skipped else self._denominator_scale() * self._clip
             self._send(Coefficients(self.step, scale, self._lr(), self.updates + 1))
+
+    def _expect(self, message: Landed) -> None:
+        """Counting a chunk of another step, or one too many, would end in a wait without end."""
+        arrived = len(self._arrivals.get((message.unit, message.chunk), ()))
+        if message.step != self.step or arrived >= len(self.ranks):
+            raise RuntimeError(
+                f"{message} arrived while the gradients of step {self.step} are collected, of which "
+                f"{arrived} of {len(self.ranks)} ranks have landed this chunk: a gate is broken"
+            )
 
     @property
     def waiting(self) -> bool:

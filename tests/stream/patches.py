@@ -171,6 +171,7 @@ PATCHES: dict[str, tuple[Any, Any, str, Wrap]] = {
     "no wait for published": ("all", Gates, "wait_published", _at_once),
     "no wait for consumed": ("all", Gates, "wait_consumed", _at_once),
     "no wait for all ranks": (None, OptimizerWorker, "_landed", _first_arrival_is_enough),
+    "no check of landings": (None, OptimizerWorker, "_expect", _at_once),
     "no wait for slot": ("all", Engine, "_deliver", _without_free("slot")),
     "no wait for gradient buffer": ("all", Engine, "_submit", _without_free("gradient")),
     "no wait for delivered": ("all", Step, "signal", _never_waiting("delivered", "MainThread")),
