@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -24,6 +25,7 @@ from slidedp.host.memory import Handle
 from slidedp.host.process import STOPPING
 from slidedp.host.state import StateHandle
 from slidedp.host.worker import SetLayout, Stop
+from slidedp.stalls import StallWatch
 
 
 def _spawned(index: int, ranks: int, setup: str, ends: list[Any]) -> None:
@@ -53,14 +55,15 @@ class Processes:
         context = mp.get_context("spawn")
         to_worker = [context.Pipe() for _ in range(ranks)]
         to_us = [context.Pipe() for _ in range(ranks + 1)]
+        signs = [context.Pipe(duplex=False) for _ in range(ranks + 1)]
         rank_setup = rank_process.RankSetup(
             config, model, state, landing, str(samples), f"{self._rendezvous.name}/ranks"
         )
         # By file: what does not fit a pipe would make each process wait for the imports of the last.
         setup = Path(self._rendezvous.name, "setup")
         setup.write_bytes(pickle.dumps((rank_setup, (config, state, landing))))
-        ends: list[Any] = [(ours, them) for (ours, _), (_, them) in zip(to_worker, to_us, strict=False)]
-        ends.append(([theirs for _, theirs in to_worker], to_us[-1][1]))
+        ends: list[Any] = [(to_worker[rank][0], to_us[rank][1], signs[rank][1]) for rank in range(ranks)]
+        ends.append(([theirs for _, theirs in to_worker], to_us[-1][1], signs[-1][1]))
         # Inherited by the processes: a signal that meets one while it still imports must not end it.
         previous = {ending: signal.signal(ending, signal.SIG_IGN) for ending in STOPPING}
         try:
@@ -83,11 +86,10 @@ class Processes:
         self._running = dict(enumerate(self._all))
         self._silent = set(self._running)
         self._pipes = [ours for ours, _ in to_us]
+        self._signs = [ours for ours, _ in signs]
         # A pipe reports its far end's death only when no one else holds that end open.
-        for near, far in [*to_worker, *((None, far) for _, far in to_us)]:
-            if near is not None:
-                near.close()
-            far.close()
+        for end in [*(end for pair in to_worker for end in pair), *(far for _, far in [*to_us, *signs])]:
+            end.close()
         atexit.register(self.end)  # before multiprocessing's own, which only asks, and waits
 
     def __iter__(self) -> Iterator[Any]:
@@ -111,11 +113,18 @@ class Processes:
         """
         pipes = {pipe: i for i, pipe in enumerate(self._pipes)}
         sentinels = {process.sentinel: i for i, process in enumerate(self._all)}
+        signs = {pipe: i for i, pipe in enumerate(self._signs)}
+        stalls = StallWatch([self.name(i) for i in sentinels.values()], [p.pid for p in self._all])
         errors: list[dict[str, Any]] = []
-        failure = None
+        failure, checked = None, time.monotonic()
         while sentinels:
-            for item in wait([*pipes, *sentinels]):
-                if isinstance(item, Connection):
+            for item in wait([*pipes, *signs, *sentinels], timeout=1.0):
+                if item in signs:
+                    try:
+                        stalls.alive(signs[item], item.recv(), time.monotonic())
+                    except (EOFError, OSError):
+                        del signs[item]
+                elif isinstance(item, Connection):
                     try:
                         event = item.recv()
                     except (EOFError, OSError):
@@ -124,15 +133,24 @@ class Processes:
                     self._silent.discard(pipes[item])
                     if event["kind"] == "error":
                         errors.append(event)
-                    else:
-                        take(event)
+                        continue
+                    if event["kind"] == "step":
+                        stalls.stepped(time.monotonic())
+                    elif event["kind"] == "layout":
+                        stalls.restarted()
+                    take(event)
                 else:
                     index = sentinels.pop(item)
+                    stalls.ended(index)
                     process = self._running.pop(index)
                     process.join()  # the sentinel fires a moment before the exit code is there
                     if process.exitcode != 0 and failure is None and not self._closing:
                         failure = self._failure(index, process.exitcode, errors, pipes)
                         self.end()
+            if time.monotonic() - checked > 1.0:
+                checked = time.monotonic()
+                for stall in stalls.check(checked):
+                    take(stall | {"time": time.time()})
         return failure
 
     def _failure(
@@ -182,7 +200,7 @@ class Processes:
 
     def release(self) -> None:
         """Gives back the pipes and the rendezvous once all have ended."""
-        for pipe in self._pipes:
+        for pipe in [*self._pipes, *self._signs]:
             pipe.close()
         self._rendezvous.cleanup()
         atexit.unregister(self.end)

@@ -21,6 +21,7 @@ from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.state import HostState
 from slidedp.host.worker import SetLayout, Stop
 from slidedp.launching import load_tokenizer, loaded_state, new_run_folder, nothing_left_on_failure
+from slidedp.losses import LossWatch
 from slidedp.model.families import flops_per_token, skeleton
 from slidedp.model.load import check_pretrained
 from slidedp.model.save import export
@@ -75,12 +76,16 @@ class Run:
         self.status = "starting"
         """`starting`, `running`, `finished`, `stopped` or `failed`."""
         self.failure: str | None = None
+        self.trouble: str | None = None
+        """What is wrong while the run goes on: a process that is stalled, and where."""
         model = skeleton(preflight.model)
         flops = flops_per_token(model, config.sequence_length)
         self._state: HostState | None = None
         self._landings: list[Landing] = []
         self._stopping = self._closing = False
         self._ready = 0
+        self._losses = LossWatch(int(config.ranks or 1))
+        self._diverged: str | None = None
         self._over = threading.Event()
         self.log = RunLog.create(folder, describe(config, flops, preflight.parameters))
         try:
@@ -115,7 +120,7 @@ class Run:
     def _watch(self) -> None:
         """The watcher thread: follows the run to its end, and concludes it whatever happens."""
         try:
-            self.failure = self._processes.follow(self._take)
+            self.failure = self._processes.follow(self._take) or self._diverged
         except Exception:  # a full disk, for one
             self.failure = f"the launcher failed:\n{traceback.format_exc()}"
             self._processes.end()
@@ -126,7 +131,11 @@ class Run:
 
     def _take(self, event: dict[str, Any]) -> None:
         self.log.add(event)
-        if event["kind"] == "ready":
+        if event["kind"] == "step":
+            found = self._losses.add(event)
+            if found is not None:
+                self._take(found)
+        elif event["kind"] == "ready":
             self._ready += 1
             if self._ready == len(self._processes):
                 self.status = "running"
@@ -136,11 +145,25 @@ class Run:
             if len(here) == self._processes.ranks:  # no rank maps the old memory any more
                 while len(self._landings) > 1:
                     self._landings.pop(0).close()
+        elif event["kind"] in ("stall", "stall_over"):
+            self.trouble = event["text"] if event["kind"] == "stall" else None
+            print(f"slidedp: {event['text']}", file=sys.stderr, flush=True)
+        elif event["kind"] == "diverged":
+            self._diverged = event["text"]
+        elif event["kind"] == "loss_not_finite" and self.layout.schedule == "in_backward":
+            self._diverged = self._diverged or (
+                f"{event['text']}, and layout.schedule='in_backward' has applied its gradients: the state "
+                "is spoiled; start again with layout.schedule='in_forward', which skips such steps, or a "
+                "lower optimizer.lr"
+            )
+            self.stop()
 
     def _conclude(self) -> None:
         if self.failure is not None:
             self.status = "failed"
-            self._release_state()
+            # Where steps that were not finite have been skipped, the state is that of the last good one.
+            if self.failure != self._diverged or self.layout.schedule == "in_backward":
+                self._release_state()
         elif self._closing or (self._stopping and self.log.steps_done < self.config.steps):
             self.status = "stopped"
         else:
@@ -268,6 +291,8 @@ class Run:
         if done:
             last = self.metrics().iloc[-1]
             text += f"\n  loss {last['loss']:.4f}, {last['tokens_per_second']:,.0f} target tokens/s"
+        if self.trouble and self.running:
+            text += f"\n  {self.trouble}"
         if self.failure:
             text += f"\n  {self.failure}"
         return text

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import multiprocessing
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -30,6 +31,24 @@ def return_freed_memory() -> None:
     soon keeps all that are under 32 MiB, for each thread: far more than the buffers of a CPU rank."""
     M_MMAP_THRESHOLD = -3
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
+
+
+doing: dict[str, tuple[int, str, str]] = {}
+"""What this process is about: thread -> (step, unit, what). Set as a thread moves on, which costs less
+than a microsecond, and read once a second."""
+
+
+def show_signs_of_life(to_launcher: Connection) -> None:
+    """Tells the launcher once a second that this process lives and what it does, on a thread and a pipe
+    of its own: whatever blocks the other threads, it goes on until the process is held as a whole."""
+
+    def tell() -> None:
+        with contextlib.suppress(OSError):  # the launcher is gone
+            while True:
+                to_launcher.send(dict(doing))
+                time.sleep(1.0)
+
+    threading.Thread(target=tell, name="slidedp-alive", daemon=True).start()
 
 
 @contextlib.contextmanager

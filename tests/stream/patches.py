@@ -155,6 +155,17 @@ def _mean_of_means(scale: Callable) -> Callable:
     return wrong
 
 
+def _spoiled(submit: Callable) -> Callable:
+    """`Engine._submit`: in the second step, one element of one layer's gradient is not a number."""
+
+    def spoiling(engine: Engine, at: Step, unit: Any, gradients: dict) -> None:
+        if at.number == 1 and unit.index == 3:
+            next(iter(gradients.values())).view(-1)[5] = torch.nan
+        submit(engine, at, unit, gradients)
+
+    return spoiling
+
+
 # name -> (process: "all", a rank or None for the worker; owner; attribute; wrapper)
 PATCHES: dict[str, tuple[Any, Any, str, Wrap]] = {
     "slow update": (None, OptimizerWorker, "_update", _pausing()),
@@ -178,6 +189,7 @@ PATCHES: dict[str, tuple[Any, Any, str, Wrap]] = {
     "no wait for gradient": ("all", Step, "signal", _never_waiting("gradient", "slidedp-transfer")),
     "no wait for outgoing ring": ("all", ActivationStash, "hold", _without_free_ring),
     "no wait for stashed": ("all", Step, "signal", _never_waiting("stashed", "slidedp-transfer")),
+    "nan in rank 1": (1, Engine, "_submit", _spoiled),
     "mean of means": (None, OptimizerWorker, "_denominator_scale", _mean_of_means),
 }
 
