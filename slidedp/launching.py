@@ -1,6 +1,7 @@
 """What `launch` checks and prepares before any process starts: tokenizer, run folder, training state."""
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator
 from datetime import datetime
@@ -32,7 +33,7 @@ def load_tokenizer(config: Config) -> Any:
     problem = "none is given"
     if name is not None:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except Exception as error:  # a dozen kinds, not all of them ValueErrors
             problem = reason(error)
         else:
@@ -47,6 +48,17 @@ def load_tokenizer(config: Config) -> Any:
         f", model={name!r}" if name != config.data.tokenizer else ""
     )
     raise ConfigError(f"{where}: {problem}: give a folder or hub id that has one")
+
+
+@contextlib.contextmanager
+def no_file_for_the_world() -> Iterator[None]:
+    """What is made inside is not writable for every user of the machine, whatever the umask."""
+    umask = os.umask(0o077)
+    os.umask(umask | 0o002)
+    try:
+        yield
+    finally:
+        os.umask(umask)
 
 
 @contextlib.contextmanager

@@ -15,22 +15,24 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch.multiprocessing as mp
 from transformers import PretrainedConfig
 
 from slidedp import rank as rank_process
 from slidedp.config import Config
 from slidedp.host import worker as worker_process
-from slidedp.host.memory import Handle
+from slidedp.host.memory import Handle, Segment
 from slidedp.host.process import STOPPING
 from slidedp.host.state import StateHandle
 from slidedp.host.worker import SetLayout, Stop
+from slidedp.shortage import MemoryWatch
 from slidedp.stalls import StallWatch
 
 
-def _spawned(index: int, ranks: int, setup: str, ends: list[Any]) -> None:
+def _spawned(index: int, ranks: int, setup: Handle, ends: list[Any]) -> None:
     """Entry of every process."""
-    rank_setup, worker_setup = pickle.loads(Path(setup).read_bytes())
+    rank_setup, worker_setup = pickle.loads(Segment.open(setup).array(np.uint8).tobytes())
     if index < ranks:
         rank_process.main(index, rank_setup, *ends[index])
     else:
@@ -59,9 +61,11 @@ class Processes:
         rank_setup = rank_process.RankSetup(
             config, model, state, landing, str(samples), f"{self._rendezvous.name}/ranks"
         )
-        # By file: what does not fit a pipe would make each process wait for the imports of the last.
-        setup = Path(self._rendezvous.name, "setup")
-        setup.write_bytes(pickle.dumps((rank_setup, (config, state, landing))))
+        # In shared memory, which no other user can reach: what does not fit the pipe to a new process
+        # would make it wait for the imports of the one before.
+        content = pickle.dumps((rank_setup, (config, state, landing)))
+        self._setup = Segment(len(content), "setup")
+        self._setup.array(np.uint8)[:] = np.frombuffer(content, np.uint8)
         ends: list[Any] = [(to_worker[rank][0], to_us[rank][1], signs[rank][1]) for rank in range(ranks)]
         ends.append(([theirs for _, theirs in to_worker], to_us[-1][1], signs[-1][1]))
         # Inherited by the processes: a signal that meets one while it still imports must not end it.
@@ -69,13 +73,14 @@ class Processes:
         try:
             started = mp.start_processes(
                 _spawned,
-                (ranks, str(setup), ends),
+                (ranks, self._setup.handle, ends),
                 nprocs=ranks + 1,
                 join=False,
                 daemon=True,
                 start_method="spawn",
             )
         except BaseException:
+            self._setup.close()
             self._rendezvous.cleanup()
             raise
         finally:
@@ -116,6 +121,7 @@ class Processes:
         signs = {pipe: i for i, pipe in enumerate(self._signs)}
         stalls = StallWatch([self.name(i) for i in sentinels.values()], [p.pid for p in self._all])
         errors: list[dict[str, Any]] = []
+        memory = MemoryWatch()
         failure, checked = None, time.monotonic()
         while sentinels:
             for item in wait([*pipes, *signs, *sentinels], timeout=1.0):
@@ -149,8 +155,8 @@ class Processes:
                         self.end()
             if time.monotonic() - checked > 1.0:
                 checked = time.monotonic()
-                for stall in stalls.check(checked):
-                    take(stall | {"time": time.time()})
+                for event in [*stalls.check(checked), *memory.check()]:
+                    take(event | {"time": time.time()})
         return failure
 
     def _failure(
@@ -202,5 +208,6 @@ class Processes:
         """Gives back the pipes and the rendezvous once all have ended."""
         for pipe in [*self._pipes, *self._signs]:
             pipe.close()
+        self._setup.close()
         self._rendezvous.cleanup()
         atexit.unregister(self.end)

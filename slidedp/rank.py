@@ -1,5 +1,6 @@
 """What one rank process does, top to bottom."""
 
+import os
 import sys
 import time
 import types
@@ -211,6 +212,9 @@ def main(rank: int, setup: RankSetup, worker: Connection, launcher: Connection, 
     """Entry of a spawned rank."""
     die_with_parent()
     show_signs_of_life(signs)
+    # All ranks are on this machine, and no other should be able to reach them.
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     # Threads hand the GIL over often: the transfer thread must not wait 5 ms behind compute's Python.
     sys.setswitchinterval(0.0005)
     # torch 2.13 renames its flat collectives; 2.11 has only the old names.

@@ -20,7 +20,13 @@ from slidedp.errors import ConfigError
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.state import HostState
 from slidedp.host.worker import SetLayout, Stop
-from slidedp.launching import load_tokenizer, loaded_state, new_run_folder, nothing_left_on_failure
+from slidedp.launching import (
+    load_tokenizer,
+    loaded_state,
+    new_run_folder,
+    no_file_for_the_world,
+    nothing_left_on_failure,
+)
 from slidedp.losses import LossWatch
 from slidedp.model.families import flops_per_token, skeleton
 from slidedp.model.load import check_pretrained
@@ -58,7 +64,7 @@ def launch(config: Config) -> "Run":
     tokenizer = load_tokenizer(config)
     if isinstance(config.model, str) and not config.random_weights:
         check_pretrained(preflight.units, config.model)
-    with nothing_left_on_failure(folder):
+    with no_file_for_the_world(), nothing_left_on_failure(folder):
         samples = prepare(config.data, tokenizer, config.sequence_length, folder / SAMPLES)
         check_samples(
             samples, config.batch_size, preflight.model.vocab_size, f"data.path={config.data.path!r}"
@@ -77,7 +83,7 @@ class Run:
         """`starting`, `running`, `finished`, `stopped` or `failed`."""
         self.failure: str | None = None
         self.trouble: str | None = None
-        """What is wrong while the run goes on: a process that is stalled, and where."""
+        """What is wrong while the run goes on: a process that is stalled, and where; or too little memory."""
         model = skeleton(preflight.model)
         flops = flops_per_token(model, config.sequence_length)
         self._state: HostState | None = None
@@ -145,8 +151,8 @@ class Run:
             if len(here) == self._processes.ranks:  # no rank maps the old memory any more
                 while len(self._landings) > 1:
                     self._landings.pop(0).close()
-        elif event["kind"] in ("stall", "stall_over"):
-            self.trouble = event["text"] if event["kind"] == "stall" else None
+        elif event["kind"] in ("stall", "stall_over", "memory_low", "memory_enough"):
+            self.trouble = event["text"] if event["kind"] in ("stall", "memory_low") else None
             print(f"slidedp: {event['text']}", file=sys.stderr, flush=True)
         elif event["kind"] == "diverged":
             self._diverged = event["text"]

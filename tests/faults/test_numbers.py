@@ -21,9 +21,15 @@ def run(layout, steps, *names):
     return pool(2).run(case, patch="tests.stream.patches.apply", patch_arguments={"names": names})
 
 
-@pytest.mark.parametrize("route", [ROUTES[i] for i in (0, 4, 8)], ids="-".join)
-def test_one_ranks_nan_skips_the_step_on_all_ranks_and_changes_no_bit(route):
-    layout = Layout(delivery=route[0], reduction=route[1], chunk_bytes=6000)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *(Layout(delivery=ROUTES[i][0], reduction=ROUTES[i][1], chunk_bytes=6000) for i in (0, 4, 8)),
+        Layout(gpu_updates=5, chunk_bytes=6000),
+    ],
+    ids=lambda at: f"{at.delivery}-{at.reduction}-{at.gpu_updates}",
+)
+def test_one_ranks_nan_skips_the_step_on_all_ranks_and_changes_no_bit(layout):
     spoiled = run(layout, 2, "nan in rank 1")
     assert [e["skipped"] for e in spoiled.updates] == [False, True]
     assert spoiled.updates[1]["not_finite"] == spoiled.units[3].name
