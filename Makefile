@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed
 LAB_ARGS ?= $(if $(filter 0,$(shell id -u)),--allow-root)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv quickstart lab check format test test-all notebooks clean
+.PHONY: help venv quickstart lab check format test test-all soak notebooks clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  \1\t/p' $(MAKEFILE_LIST) | expand -t 14
@@ -52,6 +52,9 @@ test: venv  ## the tests for any machine, minutes at most
 
 test-all: venv  ## all tests; those without their hardware are skipped
 	$(PY) -m pytest -q
+
+soak: venv  ## inject faults and delays for hours
+	$(PY) -m pytest -q -rA tests/faults
 
 # Runs and the environment stay: both are expensive to make again.
 clean:  ## remove caches and build outputs

@@ -1,10 +1,13 @@
 """The same configs from a shell: `slidedp train CONFIG.toml`, `slidedp plan CONFIG.toml`."""
 
 import argparse
+import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 
 from tqdm import tqdm
 
@@ -14,14 +17,15 @@ from slidedp.preflight import plan
 from slidedp.session import Run, RunFailed, launch
 from slidedp.telemetry import StepReader
 
-INTERRUPTED = 130
-"""What a shell expects of a command that Ctrl-C ended."""
+INTERRUPTED, TERMINATED = 130, 143
+"""What a shell expects of a command that Ctrl-C, or SIGTERM, has ended."""
 REPORT_EVERY = 30.0
 """Seconds between two progress lines where there is no terminal for a bar."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code: 0, 1 (failed), 2 (refused) or 130 (interrupted)."""
+    """Runs one command; returns the exit code: 0, 1 (failed), 2 (refused), 130 or 143 (ended by Ctrl-C or
+    SIGTERM)."""
     options = _parser().parse_args(arguments)
     try:
         return options.command(options)
@@ -31,15 +35,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RunFailed as error:
         print(f"slidedp: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except KeyboardInterrupt as ending:
+        code = TERMINATED if isinstance(ending, Terminated) else INTERRUPTED
+        print(f"slidedp: {_CAUSES[code]}", file=sys.stderr)
+        return code
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, which means what Ctrl-C means: a scheduler sends it a while before it kills."""
+
+
+_CAUSES = {INTERRUPTED: "interrupted", TERMINATED: "ended by SIGTERM"}
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[list[int]]:
+    """SIGTERM raises Terminated inside the block; yields the exit codes of those that came."""
+    came: list[int] = []
+
+    def terminate(number: int, frame: FrameType | None) -> None:
+        came.append(TERMINATED)
+        raise Terminated
+
+    previous = signal.signal(signal.SIGTERM, terminate)
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slidedp", description="Full-parameter fine-tuning on one machine.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    train = commands.add_parser("train", help="fine-tune; Ctrl-C stops after the step")
+    train = commands.add_parser("train", help="fine-tune; Ctrl-C or SIGTERM stops after the step")
     train.add_argument("config", metavar="CONFIG.toml")
     train.add_argument("--export", type=Path, metavar="FOLDER", help="write the trained Hugging Face model")
     train.set_defaults(command=_train)
@@ -65,17 +94,23 @@ def _train(options: argparse.Namespace) -> int:
     config = Config.from_toml(options.config)
     if options.export is not None and options.export.exists():  # known now, not after hours of training
         raise ConfigError(f"--export {options.export}: already there: export to another folder")
-    with launch(config) as run:
+    with _sigterm_interrupts() as terminated, launch(config) as run:
         try:
             print(f"run folder: {run.folder}", flush=True)
             _show_progress(run)
-        except KeyboardInterrupt:  # that did not meet wait(), which handles its own in this way
-            run.stop()
+        except KeyboardInterrupt:
+            if not run.running:  # the second one, or one that came after the end
+                raise
+            run.stop()  # it did not meet wait(), which handles its own in this way
             run.wait()
         print(run)
         if options.export is not None:  # a stopped run too: its state is that of its last step
             print(f"exported: {run.export(options.export)}")
-        return INTERRUPTED if run.status == "stopped" else 0
+        if run.status != "stopped":
+            return 0
+        code = TERMINATED if terminated else INTERRUPTED
+        print(f"slidedp: {_CAUSES[code]} after {run.log.steps_done} steps", file=sys.stderr)
+        return code
 
 
 def _show_progress(run: Run) -> None:

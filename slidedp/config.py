@@ -6,6 +6,7 @@ unknown or contradictory settings with one line that names the field and the acc
 
 import dataclasses
 import difflib
+import functools
 import math
 import os
 import tomllib
@@ -37,8 +38,8 @@ def _choice(name: str, value: Any, accepted: tuple[str, ...]) -> None:
 
 
 def _at_least(name: str, value: Any, minimum: float, kind: Any = int) -> None:
-    if isinstance(value, bool) or not isinstance(value, kind) or not value >= minimum:
-        noun = "an integer" if kind is int else "a number"
+    if not minimum <= value < math.inf:
+        noun = "an integer" if kind is int else "a finite number"
         raise ConfigError(f"{name}={value!r}: expected {noun} of at least {minimum}")
 
 
@@ -80,6 +81,7 @@ class Layout:
     """GPU buffers that each hold a rank's share of one chunk's FP32 state, for `gpu_updates`."""
 
     def __post_init__(self) -> None:
+        _check_types(self, "layout.")
         _choice("layout.delivery", self.delivery, DELIVERIES)
         _choice("layout.reduction", self.reduction, REDUCTIONS)
         _choice("layout.schedule", self.schedule, SCHEDULES)
@@ -96,8 +98,6 @@ class Layout:
             )
         if not 0 < self.partial_budget <= 1:
             raise ConfigError(f"layout.partial_budget={self.partial_budget!r}: expected a number in (0, 1]")
-        if isinstance(self.activations, list):
-            object.__setattr__(self, "activations", tuple(self.activations))
         modes = (self.activations,) if isinstance(self.activations, str) else self.activations
         for mode in modes:
             _choice("layout.activations", mode, ACTIVATIONS)
@@ -142,19 +142,19 @@ class Optimizer:
     """After the warm-up: `constant`, or `linear` / `cosine` decay to 0 at the last step."""
 
     def __post_init__(self) -> None:
-        number = (int, float)
-        _at_least("optimizer.lr", self.lr, 0, number)
-        _at_least("optimizer.eps", self.eps, 0, number)
-        _at_least("optimizer.weight_decay", self.weight_decay, 0, number)
+        _check_types(self, "optimizer.")
+        _at_least("optimizer.lr", self.lr, 0, float)
+        _at_least("optimizer.eps", self.eps, 0, float)
+        _at_least("optimizer.weight_decay", self.weight_decay, 0, float)
         _at_least("optimizer.warmup_steps", self.warmup_steps, 0)
         _choice("optimizer.lr_schedule", self.lr_schedule, LR_SCHEDULES)
-        if isinstance(self.betas, list):
-            object.__setattr__(self, "betas", tuple(self.betas))
-        numbers = all(isinstance(beta, number) for beta in self.betas)
+        numbers = all(isinstance(beta, int | float) for beta in self.betas)
         if len(self.betas) != 2 or not numbers or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optimizer.betas={self.betas!r}: expected two numbers in [0, 1)")
-        if self.clip_norm is not None and not self.clip_norm > 0:
-            raise ConfigError(f"optimizer.clip_norm={self.clip_norm!r}: expected a number above 0, or None")
+        if self.clip_norm is not None and not 0 < self.clip_norm < math.inf:
+            raise ConfigError(
+                f"optimizer.clip_norm={self.clip_norm!r}: expected a finite number above 0, or None"
+            )
 
     def lr_at(self, step: int, steps: int) -> float:
         """Learning rate of 0-based `step` in a run of `steps` (formulas of torch.optim.lr_scheduler)."""
@@ -181,9 +181,9 @@ class Data:
     """File endings that are read from a folder of text files."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "path", os.fspath(self.path))
-        if isinstance(self.suffixes, list):
-            object.__setattr__(self, "suffixes", tuple(self.suffixes))
+        _check_types(self, "data.")
+        if not self.suffixes or not all(isinstance(s, str) and s.startswith(".") for s in self.suffixes):
+            raise ConfigError(f"data.suffixes={self.suffixes!r}: expected file endings such as ('.txt',)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,9 +219,12 @@ class Config:
     """GiB of host memory the run may take; None asks the operating system and its cgroup."""
 
     def __post_init__(self) -> None:
+        _check_types(self, "")
         for name in ("sequence_length", "batch_size", "steps"):
             _at_least(name, getattr(self, name), 1)
         _at_least("seed", self.seed, 0)
+        if self.seed >= 2**63:
+            raise ConfigError(f"seed={self.seed!r}: expected an integer below 2**63")
         if self.ranks is not None:
             _at_least("ranks", self.ranks, 1)
         if self.device is not None:
@@ -229,9 +232,7 @@ class Config:
         if self.compute_dtype is not None:
             _choice("compute_dtype", self.compute_dtype, tuple(DTYPES))
         if self.host_memory_budget is not None:
-            _at_least("host_memory_budget", self.host_memory_budget, 0, (int, float))
-        if isinstance(self.model, os.PathLike):
-            object.__setattr__(self, "model", os.fspath(self.model))
+            _at_least("host_memory_budget", self.host_memory_budget, 0, float)
         if self.layout.schedule == "in_backward" and self.optimizer.clip_norm is not None:
             raise ConfigError(
                 "layout.schedule='in_backward' cannot clip, since a unit updates before the global "
@@ -279,7 +280,7 @@ class Config:
 def _from_dict(cls: Any, values: Any, where: str) -> Any:
     if not isinstance(values, dict):
         raise ConfigError(f"{where or 'config'}={values!r}: expected a table of settings")
-    hints = typing.get_type_hints(cls)
+    hints = _hints(cls)
     taken = {}
     for name, value in values.items():
         full = f"{where}.{name}" if where else name
@@ -287,7 +288,8 @@ def _from_dict(cls: Any, values: Any, where: str) -> Any:
             near = difflib.get_close_matches(name, hints, 1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(f"{full}: unknown setting; {hint}accepted: {', '.join(hints)}")
-        taken[name] = _coerce(hints[name], value, full)
+        nested = dataclasses.is_dataclass(hints[name])
+        taken[name] = _from_dict(hints[name], value, full) if nested else value
     missing = [
         f.name
         for f in dataclasses.fields(cls)
@@ -300,14 +302,29 @@ def _from_dict(cls: Any, values: Any, where: str) -> Any:
     return cls(**taken)
 
 
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _check_types(settings: Any, where: str) -> None:
+    """Turns a value into its field's type where nothing is lost (a path, a list, a whole number), as a
+    TOML file or a notebook gives it; refuses every other."""
+    cls: Any = type(settings)
+    for name, hint in _hints(cls).items():
+        value = getattr(settings, name)
+        taken = _coerce(hint, value, where + name)
+        if taken is not value:
+            object.__setattr__(settings, name, taken)
+
+
 def _coerce(hint: Any, value: Any, full: str) -> Any:
-    """Turns a TOML value into a field's type; refuses one that is of another kind."""
-    if dataclasses.is_dataclass(hint):
-        return _from_dict(hint, value, full)
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     plain = tuple(typing.get_origin(kind) or kind for kind in kinds)
     if tuple in plain and isinstance(value, list):
         return tuple(value)
+    if str in plain and isinstance(value, os.PathLike):
+        return os.fspath(value)
     if float in plain and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if (isinstance(value, bool) and bool not in plain) or not isinstance(value, plain):

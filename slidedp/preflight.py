@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from slidedp.config import DTYPES, Config
 from slidedp.errors import ConfigError
+from slidedp.gpus import free_gpu_bytes
 from slidedp.host.landing import LandingPlan
 from slidedp.host.memory import available_bytes
 from slidedp.host.state import unit_starts
@@ -101,11 +102,7 @@ def plan(config: Config) -> Plan:
         host_available=(
             available_bytes() if config.host_memory_budget is None else int(config.host_memory_budget * GIB)
         ),
-        device_available=(
-            min(torch.cuda.mem_get_info(i)[0] for i in range(int(config.ranks or 1)))
-            if config.device == "cuda"
-            else None
-        ),
+        device_available=(min(free_gpu_bytes(int(config.ranks or 1))) if config.device == "cuda" else None),
     )
 
 

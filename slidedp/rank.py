@@ -1,5 +1,6 @@
 """What one rank process does, top to bottom."""
 
+import os
 import sys
 import time
 import types
@@ -20,7 +21,7 @@ from slidedp.data.samples import Samples
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.memory import Handle, anonymous_bytes
 from slidedp.host.messages import Finished, Started
-from slidedp.host.process import die_with_parent, reporting, return_freed_memory
+from slidedp.host.process import die_with_parent, doing, reporting, return_freed_memory, show_signs_of_life
 from slidedp.host.state import HostState, StateHandle
 from slidedp.model.families import LayerFunction, layer_function, norm_function, rotary_tables, skeleton
 from slidedp.model.loss import IGNORED, softmax_gradient
@@ -87,6 +88,7 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
     metrics = MetricsQueue(rank, device, launcher)
     try:
         for step in range(config.steps):
+            doing["compute"] = (step, "", "step boundary")
             if step > 0:
                 begin = gates.wait_begin(step)
                 if begin.stop:
@@ -206,9 +208,13 @@ class MetricsQueue:
         self._launcher.send(event)
 
 
-def main(rank: int, setup: RankSetup, worker: Connection, launcher: Connection) -> None:
+def main(rank: int, setup: RankSetup, worker: Connection, launcher: Connection, signs: Connection) -> None:
     """Entry of a spawned rank."""
     die_with_parent()
+    show_signs_of_life(signs)
+    # All ranks are on this machine, and no other should be able to reach them.
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     # Threads hand the GIL over often: the transfer thread must not wait 5 ms behind compute's Python.
     sys.setswitchinterval(0.0005)
     # torch 2.13 renames its flat collectives; 2.11 has only the old names.

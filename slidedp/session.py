@@ -1,48 +1,42 @@
-"""launch(config) -> Run: starts the ranks and the worker, watches them, and gives everything back."""
+"""launch(config) -> Run: what a user holds while a run trains, and after."""
 
 import asyncio
 import contextlib
 import multiprocessing
-import os
-import pickle
-import shutil
-import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
-import weakref
-from collections.abc import Generator, Iterator
-from datetime import datetime
-from multiprocessing.connection import Connection, wait
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch.multiprocessing as mp
-from transformers import AutoTokenizer
 
-from slidedp import rank as rank_process
-from slidedp.config import DTYPES, Config, Layout
+from slidedp.config import Config, Layout
 from slidedp.data.samples import Samples
-from slidedp.data.text import check_samples, is_prepared, prepare
-from slidedp.errors import ConfigError, reason
-from slidedp.host import worker as worker_process
+from slidedp.data.text import check_samples, prepare
+from slidedp.errors import ConfigError
 from slidedp.host.landing import Landing, LandingPlan
-from slidedp.host.memory import Handle
-from slidedp.host.state import HostState, StateHandle
+from slidedp.host.state import HostState
 from slidedp.host.worker import SetLayout, Stop
+from slidedp.launching import (
+    load_tokenizer,
+    loaded_state,
+    new_run_folder,
+    no_file_for_the_world,
+    nothing_left_on_failure,
+)
+from slidedp.losses import LossWatch
 from slidedp.model.families import flops_per_token, skeleton
-from slidedp.model.load import check_pretrained, fill_random, load_pretrained
+from slidedp.model.load import check_pretrained
 from slidedp.model.save import export
 from slidedp.preflight import Plan, plan, with_layout
-from slidedp.telemetry import RUN, RunLog, describe
+from slidedp.processes import Processes
+from slidedp.telemetry import RunLog, describe
 
 SAMPLES = "samples"
 """Folder of the run folder that holds the samples made from text."""
-GRACE = 5.0
-"""Seconds between asking a process to end and killing it."""
 
 
 class RunFailed(RuntimeError):
@@ -66,66 +60,16 @@ def launch(config: Config) -> "Run":
     preflight = plan(config)
     preflight.check()
     config = preflight.config
-    folder = Path(config.run_folder or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S-%f")).absolute()
-    if (folder / RUN).exists():
-        raise ConfigError(f"run_folder={config.run_folder!r}: holds a run already: give another folder")
-    tokenizer = _tokenizer(config)
+    folder = new_run_folder(config)
+    tokenizer = load_tokenizer(config)
     if isinstance(config.model, str) and not config.random_weights:
         check_pretrained(preflight.units, config.model)
-    with _nothing_left_on_failure(folder):
+    with no_file_for_the_world(), nothing_left_on_failure(folder):
         samples = prepare(config.data, tokenizer, config.sequence_length, folder / SAMPLES)
         check_samples(
             samples, config.batch_size, preflight.model.vocab_size, f"data.path={config.data.path!r}"
         )
         return Run(preflight, folder, samples, tokenizer)
-
-
-def _tokenizer(config: Config) -> Any:
-    """The data's tokenizer, else the model folder's own; None where prepared samples need none."""
-    name = config.data.tokenizer or (config.model if isinstance(config.model, str) else None)
-    problem = "none is given"
-    if name is not None:
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
-        except Exception as error:  # a dozen kinds, not all of them ValueErrors
-            problem = reason(error)
-        else:
-            # From a folder without its files, transformers makes one that knows no word.
-            ids = tokenizer("text", add_special_tokens=False).input_ids
-            if any(i != tokenizer.unk_token_id for i in ids):
-                return tokenizer
-            problem = "no tokenizer is there"
-    if config.data.tokenizer is None and is_prepared(config.data):
-        return None
-    where = f"data.tokenizer={config.data.tokenizer!r}" + (
-        f", model={name!r}" if name != config.data.tokenizer else ""
-    )
-    raise ConfigError(f"{where}: {problem}: give a folder or hub id that has one")
-
-
-@contextlib.contextmanager
-def _nothing_left_on_failure(folder: Path) -> Iterator[None]:
-    """Removes what a launch that fails has written to its run folder, and the folder if it is new."""
-    new = [path for path in (folder, *folder.parents) if not path.exists()]
-    before = set() if new else set(folder.iterdir())
-    try:
-        yield
-    except BaseException:
-        for path in set(folder.iterdir()) - before if folder.exists() else ():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        with contextlib.suppress(OSError):  # a parent that another run uses by now
-            for path in new:
-                path.rmdir()
-        raise
-
-
-def _spawned(index: int, ranks: int, setup: str, ends: list[Any]) -> None:
-    """Entry of every process of a run: ranks first, the worker last."""
-    rank_setup, worker_setup = pickle.loads(Path(setup).read_bytes())
-    if index < ranks:
-        rank_process.main(index, rank_setup, *ends[index])
-    else:
-        worker_process.main(*worker_setup, *ends[index])
 
 
 class Run:
@@ -138,71 +82,35 @@ class Run:
         self.status = "starting"
         """`starting`, `running`, `finished`, `stopped` or `failed`."""
         self.failure: str | None = None
+        self.trouble: str | None = None
+        """What is wrong while the run goes on: a process that is stalled, and where; or too little memory."""
         model = skeleton(preflight.model)
         flops = flops_per_token(model, config.sequence_length)
         self._state: HostState | None = None
         self._landings: list[Landing] = []
-        self._processes: list[Any] = []
-        self._running: dict[int, Any] = {}
-        self._pipes: list[Connection] = []
         self._stopping = self._closing = False
+        self._ready = 0
+        self._losses = LossWatch(int(config.ranks or 1))
+        self._diverged: str | None = None
         self._over = threading.Event()
-        self._rendezvous = tempfile.TemporaryDirectory(prefix="slidedp-")
         self.log = RunLog.create(folder, describe(config, flops, preflight.parameters))
         try:
             self._mark("launched")
-            self._state = _loaded_state(preflight)
+            self._state = loaded_state(preflight)
             self._mark("state loaded")
             self._landings.append(self._landing(config.layout))
-            self._start(samples, self._state.handle, self._landings[0].handle)
+            self._processes = Processes(
+                config,
+                preflight.model,
+                self._state.handle,
+                self._landings[0].handle,
+                Path(samples.folder).absolute(),
+            )
         except BaseException:
             self._release()
             self._release_state()
             raise
-        self._watcher = threading.Thread(target=self._watch, name="slidedp-watch", daemon=True)
-        self._watcher.start()
-        self._finalizer = weakref.finalize(self, _end_processes, self._processes, 0.0)
-
-    def _start(self, samples: Samples, state: StateHandle, landing: Handle) -> None:
-        config, ranks = self.config, int(self.config.ranks or 1)
-        context = mp.get_context("spawn")
-        to_worker = [context.Pipe() for _ in range(ranks)]
-        to_us = [context.Pipe() for _ in range(ranks + 1)]
-        rank_setup = rank_process.RankSetup(
-            config,
-            self.plan.model,
-            state,
-            landing,
-            str(Path(samples.folder).absolute()),
-            f"{self._rendezvous.name}/ranks",
-        )
-        # By file: what does not fit a pipe would make each process wait for the imports of the last.
-        setup = Path(self._rendezvous.name, "setup")
-        setup.write_bytes(pickle.dumps((rank_setup, (config, state, landing))))
-        ends: list[Any] = [(ours, them) for (ours, _), (_, them) in zip(to_worker, to_us, strict=False)]
-        ends.append(([theirs for _, theirs in to_worker], to_us[-1][1]))
-        # Inherited by the processes: an interrupt that meets one while it still imports must not end it.
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            started = mp.start_processes(
-                _spawned,
-                (ranks, str(setup), ends),
-                nprocs=ranks + 1,
-                join=False,
-                daemon=True,
-                start_method="spawn",
-            )
-        finally:
-            signal.signal(signal.SIGINT, previous)
-        assert started is not None
-        self._processes = started.processes
-        self._running = dict(enumerate(self._processes))
-        self._pipes = [ours for ours, _ in to_us]
-        # A pipe reports its far end's death only when no one else holds that end open.
-        for near, far in [*to_worker, *((None, far) for _, far in to_us)]:
-            if near is not None:
-                near.close()
-            far.close()
+        threading.Thread(target=self._watch, name="slidedp-watch", daemon=True).start()
 
     def _mark(self, what: str) -> None:
         self.log.add({"kind": "mark", "what": what, "time": time.time()})
@@ -218,97 +126,50 @@ class Run:
     def _watch(self) -> None:
         """The watcher thread: follows the run to its end, and concludes it whatever happens."""
         try:
-            self._follow()
+            self.failure = self._processes.follow(self._take) or self._diverged
         except Exception:  # a full disk, for one
-            self.failure = self.failure or f"the launcher failed:\n{traceback.format_exc()}"
-            _end_processes(self._processes, GRACE)
+            self.failure = f"the launcher failed:\n{traceback.format_exc()}"
+            self._processes.end()
         finally:
             self._conclude()
-
-    def _follow(self) -> None:
-        """Drains the pipes until every process has ended; the first failure ends the others.
-
-        Only this thread collects exit codes: a process that two threads wait for has none for one.
-        """
-        pipes = {pipe: i for i, pipe in enumerate(self._pipes)}
-        sentinels = {process.sentinel: i for i, process in enumerate(self._processes)}
-        ready, errors = 0, []
-        self._silent = set(self._running)
-        while sentinels:
-            for item in wait([*pipes, *sentinels]):
-                if isinstance(item, Connection):
-                    try:
-                        event = item.recv()
-                    except (EOFError, OSError):
-                        del pipes[item]
-                        continue
-                    self._silent.discard(pipes[item])
-                    if event["kind"] == "error":
-                        errors.append(event)
-                        continue
-                    if event["kind"] == "ready":
-                        ready += 1
-                        if ready == len(self._processes):
-                            self.status = "running"
-                    self._take(event)
-                else:
-                    index = sentinels.pop(item)
-                    process = self._running.pop(index)
-                    process.join()  # the sentinel fires a moment before the exit code is there
-                    if process.exitcode != 0 and self.failure is None and not self._closing:
-                        self._fail(index, process.exitcode, errors, pipes)
+            self._processes.release()
+            self._over.set()
 
     def _take(self, event: dict[str, Any]) -> None:
         self.log.add(event)
-        if event["kind"] == "layout":
+        if event["kind"] == "step":
+            found = self._losses.add(event)
+            if found is not None:
+                self._take(found)
+        elif event["kind"] == "ready":
+            self._ready += 1
+            if self._ready == len(self._processes):
+                self.status = "running"
+        elif event["kind"] == "layout":
             switched = self.log.events("layout")
             here = [e for e in switched if e["step"] == event["step"]]
-            if len(here) == int(self.config.ranks or 1):  # no rank maps the old memory any more
+            if len(here) == self._processes.ranks:  # no rank maps the old memory any more
                 while len(self._landings) > 1:
                     self._landings.pop(0).close()
-
-    def _fail(
-        self, index: int, code: int | None, errors: list[dict[str, Any]], pipes: dict[Connection, int]
-    ) -> None:
-        """Names the process that failed first. Others often fail in its wake, so theirs come last."""
-        for pipe in list(pipes):
-            while True:
-                try:
-                    if not pipe.poll(0.2):
-                        break
-                    event = pipe.recv()
-                except (EOFError, OSError):
-                    break
-                self._silent.discard(pipes[pipe])
-                if event["kind"] == "error":
-                    errors.append(event)
-        killed = [
-            (i, p.exitcode)
-            for i, p in enumerate(self._processes)
-            if p.exitcode is not None and p.exitcode < 0
-        ]
-        errors.sort(key=lambda e: e["time"])
-        own = [e for e in errors if e["type"] != "PeerLost"] or errors
-        if killed:
-            i, death = killed[0]
-            self.failure = f"{self._name(i)} was ended by {signal.Signals(-death).name}"
-        elif own:
-            self.failure = f"{own[0]['process']} failed:\n{own[0]['text']}"
-        else:
-            self.failure = f"{self._name(index)} ended with exit code {code}"
-            if index in self._silent:
-                self.failure += (
-                    ' before it could say why; a script must call launch() under if __name__ == "__main__":'
-                )
-        _end_processes(self._processes, GRACE)
-
-    def _name(self, index: int) -> str:
-        return f"rank {index}" if index < int(self.config.ranks or 1) else "the optimizer worker"
+        elif event["kind"] in ("stall", "stall_over", "memory_low", "memory_enough"):
+            self.trouble = event["text"] if event["kind"] in ("stall", "memory_low") else None
+            print(f"slidedp: {event['text']}", file=sys.stderr, flush=True)
+        elif event["kind"] == "diverged":
+            self._diverged = event["text"]
+        elif event["kind"] == "loss_not_finite" and self.layout.schedule == "in_backward":
+            self._diverged = self._diverged or (
+                f"{event['text']}, and layout.schedule='in_backward' has applied its gradients: the state "
+                "is spoiled; start again with layout.schedule='in_forward', which skips such steps, or a "
+                "lower optimizer.lr"
+            )
+            self.stop()
 
     def _conclude(self) -> None:
         if self.failure is not None:
             self.status = "failed"
-            self._release_state()
+            # Where steps that were not finite have been skipped, the state is that of the last good one.
+            if self.failure != self._diverged or self.layout.schedule == "in_backward":
+                self._release_state()
         elif self._closing or (self._stopping and self.log.steps_done < self.config.steps):
             self.status = "stopped"
         else:
@@ -316,7 +177,6 @@ class Run:
         with contextlib.suppress(OSError):  # a full disk is the failure already
             self.log.add({"kind": "end", "status": self.status, "failure": self.failure, "time": time.time()})
         self._release()
-        self._over.set()
 
     def _release(self) -> None:
         """Gives back what only a run that goes on needs."""
@@ -325,26 +185,24 @@ class Run:
         for landing in self._landings:
             landing.close()
         self._landings.clear()
-        for pipe in self._pipes:
-            pipe.close()
-        self._rendezvous.cleanup()
 
     # --- what a user does -------------------------------------------------------------------------
 
     def wait(self, timeout: float | None = None) -> "Run":
-        """Blocks until the run is over, or `timeout` seconds. The first interrupt stops the run after
-        its step, a second one ends it at once. Raises RunFailed with the failing process's traceback."""
-        try:
-            self._wait(timeout)
-        except KeyboardInterrupt:
-            print("stopping after this step; interrupt again to end at once", file=sys.stderr)
-            self.stop()
+        """Blocks until the run is over, or `timeout` seconds. An interrupt stops the run after its step,
+        and one that meets a run which is stopping already ends it at once. Raises RunFailed with the
+        failing process's traceback."""
+        while True:
             try:
-                self._wait(None)
+                self._wait(timeout)
+                return self._checked()
             except KeyboardInterrupt:
-                self.close()
-                raise
-        return self._checked()
+                if self._stopping:
+                    self.close()
+                    raise
+                print("stopping after this step; interrupt again to end at once", file=sys.stderr)
+                self.stop()
+                timeout = None
 
     def _wait(self, timeout: float | None) -> None:
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -401,7 +259,7 @@ class Run:
     def _command(self, command: SetLayout | Stop) -> None:
         with contextlib.suppress(OSError):  # the run has just ended by itself
             if self.running:
-                self._pipes[-1].send(command)
+                self._processes.command(command)
 
     def metrics(self) -> pd.DataFrame:
         """One row per step so far; see RunLog.metrics for the columns and their units."""
@@ -418,14 +276,9 @@ class Run:
     def close(self) -> None:
         """Ends what still runs, at once, and gives all memory back."""
         self._closing = True
-        for ending in (signal.SIGTERM, signal.SIGKILL):
-            for process in list(self._running.values()):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(process.pid, ending)
-            if self._over.wait(GRACE):
-                break
+        self._processes.close()
+        self._over.wait()
         self._release_state()
-        self._finalizer.detach()
 
     def _release_state(self) -> None:
         if self._state is not None:
@@ -444,35 +297,8 @@ class Run:
         if done:
             last = self.metrics().iloc[-1]
             text += f"\n  loss {last['loss']:.4f}, {last['tokens_per_second']:,.0f} target tokens/s"
+        if self.trouble and self.running:
+            text += f"\n  {self.trouble}"
         if self.failure:
             text += f"\n  {self.failure}"
         return text
-
-
-def _loaded_state(preflight: Plan) -> HostState:
-    config = preflight.config
-    dtype = DTYPES[str(config.compute_dtype)]
-    state = HostState(preflight.units, dtype)
-    try:
-        if isinstance(config.model, str) and not config.random_weights:
-            load_pretrained(state, config.model)
-        else:
-            fill_random(state, preflight.model, config.seed)
-    except BaseException:
-        state.close()
-        raise
-    return state
-
-
-def _end_processes(processes: list[Any], grace: float) -> None:
-    """Ends processes of ours that still run: asks, then kills after `grace` seconds."""
-    for process in processes:
-        if process.exitcode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + grace
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        if process.exitcode is None:
-            process.kill()
-            process.join()

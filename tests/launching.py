@@ -1,6 +1,8 @@
 """What the tests of whole runs share: a model that can learn, and a look at what is left behind."""
 
 import os
+import pickle
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,6 +43,25 @@ def small_config(folder: Path, **settings: Any) -> Config:
         "device": "cpu",
     }
     return Config(**values | settings)
+
+
+SCRIPT = """
+import pathlib, pickle
+from slidedp import launch
+{guard}
+    run = launch(pickle.loads(pathlib.Path({config!r}).read_bytes()))
+    print(*[process.pid for process in run._processes], flush=True)
+    run.wait()
+"""
+
+
+def script(config: Config, folder: Path, guard: bool = True) -> list[str]:
+    """The command of a script that launches `config`, prints its processes and waits."""
+    (folder / "config.pickle").write_bytes(pickle.dumps(config))
+    guarding = 'if __name__ == "__main__":' if guard else "if True:"
+    text = SCRIPT.format(guard=guarding, config=str(folder / "config.pickle"))
+    (folder / "script.py").write_text(text)
+    return [sys.executable, str(folder / "script.py")]
 
 
 def until(condition: Callable[[], Any], what: str, seconds: float = DEADLINE) -> None:

@@ -99,35 +99,87 @@ def test_train_and_export(config, tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
 
 
-@pytest.mark.parametrize("when", ["starting", "training"])
-def test_ctrl_c_stops_after_the_step_and_leaves_no_process(config, tmp_path, when):
-    """A terminal sends SIGINT to the whole process group."""
+def start(file: Path) -> subprocess.Popen:
+    """`slidedp train` as the head of its own process group, as a terminal or a scheduler starts it."""
     process = subprocess.Popen(
-        [*SLIDEDP, "train", str(config(10**6))],
+        [*SLIDEDP, "train", str(file)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("run folder: ")
+    return process
+
+
+def steps_done(folder: Path) -> int:
+    return (folder / "events.jsonl").read_text().count('"kind": "step"') // 2
+
+
+def nothing_in(group: int) -> None:
+    deadline = time.monotonic() + 10
+    while _group_exists(group):
+        assert time.monotonic() < deadline, "processes of the run are still there"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("when", "ending", "code"),
+    [
+        ("starting", signal.SIGINT, cli.INTERRUPTED),
+        ("training", signal.SIGINT, cli.INTERRUPTED),
+        ("training", signal.SIGTERM, cli.TERMINATED),
+    ],
+)
+def test_a_signal_stops_after_the_step_and_leaves_no_process(config, tmp_path, when, ending, code):
+    """A terminal sends SIGINT to the whole process group, and many schedulers SIGTERM."""
+    process = start(config(10**6))
     try:
-        assert process.stdout is not None
-        assert process.stdout.readline().startswith("run folder: ")
-        events = tmp_path / "run" / "events.jsonl"
-        while when == "training" and '"kind": "step"' not in events.read_text():
+        while when == "training" and not steps_done(tmp_path / "run"):
             assert process.poll() is None
             time.sleep(0.1)
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, ending)
         out, err = process.communicate(timeout=120)
-        assert process.returncode == cli.INTERRUPTED, err
+        assert process.returncode == code, err
         assert "Run(stopped" in out
-        assert json.loads(events.read_text().splitlines()[-1])["status"] == "stopped"
-        deadline = time.monotonic() + 10
-        while _group_exists(process.pid):
-            assert time.monotonic() < deadline, "processes of the run are still there"
-            time.sleep(0.1)
+        assert err.splitlines()[-1].startswith(
+            "slidedp: interrupted after" if ending == signal.SIGINT else "slidedp: ended by SIGTERM after"
+        )
+        events = [json.loads(line) for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+        assert events[-1]["status"] == "stopped"
+        steps = [e["step"] for e in events if e["kind"] == "step"]
+        assert steps.count(max(steps)) == 2  # the step was finished on both ranks
+        nothing_in(process.pid)
     finally:
         if _group_exists(process.pid):
             os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_a_second_signal_ends_at_once(config, tmp_path):
+    """One rank is held, so that no step can end and the first signal alone would wait for ever."""
+    process = start(config(10**6))
+    try:
+        while not steps_done(tmp_path / "run"):
+            assert process.poll() is None
+            time.sleep(0.1)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        held = next(
+            int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        )
+        os.kill(held, signal.SIGSTOP)
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.stderr is not None
+        assert any("interrupt again to end at once" in line for line in process.stderr)
+        assert process.poll() is None
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(60) == cli.TERMINATED
+        assert process.stderr.read().splitlines()[-1] == "slidedp: ended by SIGTERM"
+        nothing_in(process.pid)
+    finally:
+        if _group_exists(process.pid):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
 
 
 def _group_exists(pgid: int) -> bool:

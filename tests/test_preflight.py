@@ -47,7 +47,7 @@ def gpus(monkeypatch):
     """Pretends that there are two GPUs, with 40 and 30 GiB free."""
     free = [40 * GIB, 30 * GIB]
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free[index], 80 * GIB))
+    monkeypatch.setattr("slidedp.preflight.free_gpu_bytes", lambda count: free[:count])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -2,10 +2,7 @@
 
 import asyncio
 import json
-import os
-import signal
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from slidedp import ConfigError, Layout, RunFailed, launch, open_run
 from slidedp.host.memory import pss_bytes
 from slidedp.preflight import plan
-from tests.launching import DEADLINE, LENGTH, VOCABULARY, alive, nothing_left, small_config, until
+from tests.launching import DEADLINE, LENGTH, VOCABULARY, alive, nothing_left, script, small_config, until
 
 STEPS = 45
 SAMPLED = [1, 21, 41]
@@ -186,23 +183,6 @@ def test_awaiting_a_run_keeps_the_loop_live_and_stop_ends_it_evenly(folder, tmp_
         assert run.status == "stopped"
 
 
-@pytest.mark.parametrize("index, name", [(1, "rank 1"), (2, "the optimizer worker")])
-def test_a_killed_process_is_named_and_nothing_stays(folder, tmp_path, index, name):
-    with nothing_left():
-        run = running(launch(small_config(folder, run_folder=str(tmp_path / "run"))))
-        pids = [process.pid for process in run._processes]
-        os.kill(pids[index], signal.SIGKILL)
-        with pytest.raises(RunFailed, match=f"^{name} was ended by SIGKILL$"):
-            run.wait(DEADLINE)
-        assert run.status == "failed"
-        assert not any(alive(pid) for pid in pids)
-        assert run._state is None
-    assert open_run(run.folder).events("end")[0]["failure"] == run.failure
-    with pytest.raises(ConfigError, match="its state is gone"):
-        run.export(tmp_path / "out")
-    run.close()
-
-
 def test_an_exception_in_a_rank_is_shown_with_its_traceback(tmp_path):
     with nothing_left():
         run = launch(small_config(tmp_path, run_folder=str(tmp_path / "run")))
@@ -237,48 +217,8 @@ def test_close_ends_a_run_at_once_and_frees_its_memory(folder, tmp_path):
     run.close()  # twice does no harm
 
 
-SCRIPT = """
-import time
-from slidedp import Config, Data, launch
-{guard}
-    run = launch(Config(model={model!r}, data=Data(path={data!r}), sequence_length={length},
-                        batch_size=4, steps=1_000_000, ranks=2, device="cpu", run_folder={folder!r}))
-    print(*[process.pid for process in run._processes], flush=True)
-    while {wait} and run.log.steps_done < 3:
-        time.sleep(0.01)
-    print("now", flush=True)
-    run.wait()
-"""
-
-
-def script(folder, tmp_path, guard, wait=False):
-    config = small_config(folder)
-    (tmp_path / "script.py").write_text(
-        SCRIPT.format(
-            guard='if __name__ == "__main__":' if guard else "if True:",
-            wait=wait,
-            model=config.model,
-            data=config.data.path,
-            length=LENGTH,
-            folder=str(tmp_path / "run"),
-        )
-    )
-    return [sys.executable, str(tmp_path / "script.py")]
-
-
-@pytest.mark.parametrize("running", [False, True], ids=["while_they_start", "while_they_train"])
-def test_processes_end_with_their_launcher(folder, tmp_path, running):
-    command = script(folder, tmp_path, guard=True, wait=running)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
-        pids = [int(pid) for pid in launcher.stdout.readline().split()]
-        assert launcher.stdout.readline() == "now\n"
-        assert len(pids) == 3 and all(alive(pid) for pid in pids)
-        launcher.kill()
-    until(lambda: not any(alive(pid) for pid in pids), "all processes ended")
-
-
 def test_a_script_without_the_main_guard_is_told_so(folder, tmp_path):
-    command = script(folder, tmp_path, guard=False)
+    command = script(small_config(folder, run_folder=str(tmp_path / "run")), tmp_path, guard=False)
     result = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE)
     assert result.returncode != 0
     last = result.stderr.splitlines()[-1]

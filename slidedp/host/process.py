@@ -4,18 +4,23 @@ import contextlib
 import ctypes
 import multiprocessing
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+"""Signals that mean a stop at the next step boundary. Jupyter, a terminal and most schedulers send them
+to all processes at once, but only the launcher may act on them."""
+
 
 def die_with_parent() -> None:
-    """Jupyter's stop button must not kill a process that only the launcher may stop, and the
-    launcher's death must end it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Leaves signals that mean a stop to the launcher, and ends with it."""
+    for ending in STOPPING:
+        signal.signal(ending, signal.SIG_IGN)
     PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     launcher = multiprocessing.parent_process()
     if launcher is not None and not launcher.is_alive():  # it died while we imported: no signal will come
         raise SystemExit(1)
@@ -26,6 +31,24 @@ def return_freed_memory() -> None:
     soon keeps all that are under 32 MiB, for each thread: far more than the buffers of a CPU rank."""
     M_MMAP_THRESHOLD = -3
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
+
+
+doing: dict[str, tuple[int, str, str]] = {}
+"""What this process is about: thread -> (step, unit, what). Set as a thread moves on, which costs less
+than a microsecond, and read once a second."""
+
+
+def show_signs_of_life(to_launcher: Connection) -> None:
+    """Tells the launcher once a second that this process lives and what it does, on a thread and a pipe
+    of its own: whatever blocks the other threads, it goes on until the process is held as a whole."""
+
+    def tell() -> None:
+        with contextlib.suppress(OSError):  # the launcher is gone
+            while True:
+                to_launcher.send(dict(doing))
+                time.sleep(1.0)
+
+    threading.Thread(target=tell, name="slidedp-alive", daemon=True).start()
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from slidedp.host import kernels
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.memory import Handle, anonymous_bytes
 from slidedp.host.messages import Begin, Coefficients, Consumed, Finished, Landed, Published, Started, Written
-from slidedp.host.process import die_with_parent, reporting
+from slidedp.host.process import die_with_parent, doing, reporting, show_signs_of_life
 from slidedp.host.state import HostState, StateHandle
 from slidedp.model.units import Unit, chunks
 
@@ -36,6 +36,10 @@ class SetLayout(NamedTuple):
 
 class Stop(NamedTuple):
     """Launcher to worker: end at the next step boundary."""
+
+
+MAX_SKIPPED = 10
+"""Steps in a row whose gradients were not finite, after which the run stops."""
 
 
 def worker_threads(ranks: int) -> int:
@@ -61,6 +65,7 @@ class OptimizerWorker:
         self.updates = 0
         """Steps that changed the state (skipped ones did not): AdamW's step count."""
         self.finished = 0
+        self._skipped_in_a_row = 0
         self._answered = 0  # the last step whose Begin has been sent
         self._command: SetLayout | Stop | None = None
         self._started: dict[int, list[int]] = {}
@@ -127,6 +132,7 @@ class OptimizerWorker:
             self._send_coefficients()
 
     def _landed(self, message: Landed) -> None:
+        self._expect(message)
         key = (message.unit, message.chunk)
         sums = self._arrivals.setdefault(key, [])
         sums.append(message.sum_of_squares)
@@ -181,6 +187,15 @@ class OptimizerWorker:
             scale = None if self._skipped else self._denominator_scale() * self._clip
             self._send(Coefficients(self.step, scale, self._lr(), self.updates + 1))
 
+    def _expect(self, message: Landed) -> None:
+        """Counting a chunk of another step, or one too many, would end in a wait without end."""
+        arrived = len(self._arrivals.get((message.unit, message.chunk), ()))
+        if message.step != self.step or arrived >= len(self.ranks):
+            raise RuntimeError(
+                f"{message} arrived while the gradients of step {self.step} are collected, of which "
+                f"{arrived} of {len(self.ranks)} ranks have landed this chunk: a gate is broken"
+            )
+
     @property
     def waiting(self) -> bool:
         """Whether a chunk can be updated now."""
@@ -200,6 +215,8 @@ class OptimizerWorker:
 
     def _count_update(self, index: int) -> None:
         """One more part of the unit is updated, by the worker or on a GPU."""
+        if self._to_update[index] == 0:
+            raise RuntimeError(f"{self.state.units[index].name} is updated twice in step {self.step}")
         self._to_update[index] -= 1
         if self._to_update[index] == 0:
             self._send(Published(index, self.step + 1))
@@ -207,6 +224,7 @@ class OptimizerWorker:
                 self._complete_step()
 
     def _complete_step(self) -> None:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if self._skipped else 0
         event = {
             "kind": "update",
             "step": self.step,
@@ -218,13 +236,32 @@ class OptimizerWorker:
         }
         if self.step % TIMELINE_EVERY == 1:
             event["spans"] = self._spans
+        if self._skipped:
+            event["not_finite"] = self._first_not_finite()
         self.report(event)
+        if self._skipped_in_a_row == MAX_SKIPPED:
+            self._give_up(self._first_not_finite())
         self.updates += not self._skipped
         del self._started[self.step]
         if self._answered == self.step and self.step + 1 < self.config.steps:
             self._switch_layout()
         self.step += 1
         self._begin_step()
+
+    def _first_not_finite(self) -> str:
+        """The unit whose gradient was not finite first: backward goes from the last to the first, and
+        whatever is not finite makes all that follows so."""
+        last = max(unit for (unit, _), total in self._sums.items() if not math.isfinite(total))
+        return self.state.units[last].name
+
+    def _give_up(self, unit: str) -> None:
+        """Nothing has been changed by these steps: the state is that of the last good one."""
+        self._command = Stop()
+        text = (
+            f"the gradients of {MAX_SKIPPED} steps in a row, up to step {self.step}, were not finite, first "
+            f"in {unit}; none of them was applied: lower optimizer.lr, warm up longer, or check the data"
+        )
+        self.report({"kind": "diverged", "step": self.step, "unit": unit, "text": text})
 
     def _switch_layout(self) -> None:
         """All updates are published, so nothing reads the old landing memory any more."""
@@ -284,7 +321,9 @@ class OptimizerWorker:
     @contextmanager
     def _working_on(self, unit: Unit) -> Iterator[None]:
         begun = time.time()
+        doing["update"] = (self.step, unit.name, "update")
         yield
+        doing["update"] = (self.step, unit.name, "wait for gradients after")
         self._spans.append((unit.name, begun, time.time()))
 
     def _send(self, message: Begin | Coefficients | Published | Consumed) -> None:
@@ -331,9 +370,11 @@ def main(
     landing: Handle,
     ranks: list[Connection],
     launcher: Connection,
+    signs: Connection,
 ) -> None:
     """Entry of the spawned worker."""
     die_with_parent()
+    show_signs_of_life(signs)
     # Read when Numba loads its OpenMP: threads that wait for the next chunk must not spin on cores
     # that the ranks need.
     os.environ["OMP_WAIT_POLICY"] = "passive"

@@ -28,7 +28,7 @@ def load_config(model: str | PretrainedConfig) -> PretrainedConfig:
         if not os.path.isdir(model) and (model.startswith(("/", ".", "~")) or model.count("/") > 1):
             raise ConfigError(f"model={model!r}: no such folder: {remedy}")
         try:
-            return AutoConfig.from_pretrained(model)
+            return AutoConfig.from_pretrained(model, trust_remote_code=False)
         except Exception as error:  # a dozen kinds, not all of them ValueErrors
             raise ConfigError(f"model={model!r}: {reason(error)}: {remedy}") from error
     return model

@@ -120,8 +120,11 @@ def _weight_files(folder: Path) -> list[Path]:
         )
     try:
         names = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{folder / INDEX}: not a safetensors index: download it again") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise ConfigError(f"{folder / INDEX}: {name!r} is not a file beside it: download it again")
     return [folder / name for name in sorted(names)]
 
 

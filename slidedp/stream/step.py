@@ -16,6 +16,7 @@ from torch.nn import functional
 from slidedp.config import Config, Layout
 from slidedp.host.landing import Landing
 from slidedp.host.messages import Landed, Written
+from slidedp.host.process import doing
 from slidedp.host.state import HostState
 from slidedp.model.families import LayerFunction
 from slidedp.model.loss import SoftmaxGradient, linear_cross_entropy
@@ -245,6 +246,7 @@ class Engine:
                     self.updates.begin()
                     continue
                 unit = self.units[transfer.unit]
+                doing["transfer"] = (step.number, unit.name, type(transfer).__name__.lower())
                 if isinstance(transfer, Deliver):
                     self._deliver(step, unit, transfer, delivery)
                 elif isinstance(transfer, Reduce):
@@ -334,8 +336,10 @@ class _Visit:
             and self._unit.index > engine.visits.layers - engine.layout.window
         )
         if not stayed:
+            doing["compute"] = (step.number, self._unit.name, "wait delivery")
             with step.timeline.span("compute", self._unit.name, "wait delivery"):
                 step.signal("delivered", self._visit).wait(engine.device.compute)
+        doing["compute"] = (step.number, self._unit.name, self._phase)
         self._span = step.timeline.span("compute", self._unit.name, self._phase)
         self._span.__enter__()
 

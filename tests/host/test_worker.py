@@ -382,6 +382,19 @@ def test_stored_lanes_are_free_before_the_step_is_over(bench):
     assert made.said() == [Consumed(head.index, 0)]
 
 
+@pytest.mark.parametrize("schedule", ["in_forward", "in_backward"])
+def test_a_chunk_too_many_or_of_another_step_fails_at_once(bench, schedule):
+    made = bench(layout(schedule=schedule))
+    made.start(0)
+    made.worker.handle(Landed(0, 2, 1, 0.0))
+    made.worker.handle(Landed(0, 2, 1, 0.0))
+    before = made.snapshot()
+    for surplus in (Landed(0, 2, 1, 0.0), Landed(2, 1, 0, 0.0), Landed(-1, 1, 0, 0.0)):
+        with pytest.raises(RuntimeError, match=r"of step 0 are collected, of which \d of 2 ranks"):
+            made.worker.handle(surplus)
+    assert made.snapshot() == before
+
+
 # --- how a step begins ----------------------------------------------------------------------------
 
 

@@ -8,12 +8,13 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from random import Random
 from typing import Any
 
 import torch
 
 from slidedp.host.worker import OptimizerWorker
-from slidedp.stream import reduction, step
+from slidedp.stream import delivery, reduction, step
 from slidedp.stream.device import Abort, Signal
 from slidedp.stream.gates import Gates
 from slidedp.stream.signals import Step
@@ -155,6 +156,17 @@ def _mean_of_means(scale: Callable) -> Callable:
     return wrong
 
 
+def _spoiled(submit: Callable) -> Callable:
+    """`Engine._submit`: in the second step, one element of one layer's gradient is not a number."""
+
+    def spoiling(engine: Engine, at: Step, unit: Any, gradients: dict) -> None:
+        if at.number == 1 and unit.index == 3:
+            next(iter(gradients.values())).view(-1)[5] = torch.nan
+        submit(engine, at, unit, gradients)
+
+    return spoiling
+
+
 # name -> (process: "all", a rank or None for the worker; owner; attribute; wrapper)
 PATCHES: dict[str, tuple[Any, Any, str, Wrap]] = {
     "slow update": (None, OptimizerWorker, "_update", _pausing()),
@@ -171,14 +183,64 @@ PATCHES: dict[str, tuple[Any, Any, str, Wrap]] = {
     "no wait for published": ("all", Gates, "wait_published", _at_once),
     "no wait for consumed": ("all", Gates, "wait_consumed", _at_once),
     "no wait for all ranks": (None, OptimizerWorker, "_landed", _first_arrival_is_enough),
+    "no check of landings": (None, OptimizerWorker, "_expect", _at_once),
     "no wait for slot": ("all", Engine, "_deliver", _without_free("slot")),
     "no wait for gradient buffer": ("all", Engine, "_submit", _without_free("gradient")),
     "no wait for delivered": ("all", Step, "signal", _never_waiting("delivered", "MainThread")),
     "no wait for gradient": ("all", Step, "signal", _never_waiting("gradient", "slidedp-transfer")),
     "no wait for outgoing ring": ("all", ActivationStash, "hold", _without_free_ring),
     "no wait for stashed": ("all", Step, "signal", _never_waiting("stashed", "slidedp-transfer")),
+    "nan in rank 1": (1, Engine, "_submit", _spoiled),
     "mean of means": (None, OptimizerWorker, "_denominator_scale", _mean_of_means),
 }
+
+
+# --- random delays --------------------------------------------------------------------------------
+
+HAND_OVERS: tuple[tuple[Any, str], ...] = (
+    *(
+        (kind, "chunk") for kind in (delivery.Replicated, delivery.Sharded, delivery.Broadcast)
+    ),  # copy, gather
+    *((kind, "chunk") for kind in (reduction.OnHost, reduction.Scattered, reduction.ToRoot)),  # reduce
+    (reduction, "_land"),
+    (Signal, "fire"),
+    (Gates, "send"),  # landed
+    (Gates, "_apply"),  # published
+    (step._Visit, "__enter__"),
+    (step._Visit, "__exit__"),
+    (ActivationStash, "to_host"),
+    (ActivationStash, "to_device"),
+    (OptimizerWorker, "handle"),
+    (OptimizerWorker, "update_one"),
+    (OptimizerWorker, "_send"),  # publish
+)
+
+
+@contextmanager
+def shaken(index: int | None, seed: int, share: float, seconds: float) -> Iterator[list[int]]:
+    """A random `share` of all hand-overs of this process waits up to `seconds`, before or after it.
+
+    Yields a list that ends with how many did.
+    """
+    random, count = Random(f"{seed} {index}"), [0]
+
+    def wrap(function: Callable) -> Callable:
+        def shaking(*arguments: Any, **named: Any) -> Any:
+            early, late = (random.random() < share / 2 for _ in range(2))
+            count[0] += early + late
+            if early:
+                time.sleep(random.random() * seconds)
+            result = function(*arguments, **named)
+            if late:
+                time.sleep(random.random() * seconds)
+            return result
+
+        return shaking
+
+    with ExitStack() as stack:
+        for owner, name in HAND_OVERS:
+            stack.enter_context(replaced(owner, name, wrap(getattr(owner, name))))
+        yield count
 
 
 # --- recording ------------------------------------------------------------------------------------

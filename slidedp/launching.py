@@ -1,0 +1,92 @@
+"""What `launch` checks and prepares before any process starts: tokenizer, run folder, training state."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from slidedp.config import DTYPES, Config
+from slidedp.data.text import is_prepared
+from slidedp.errors import ConfigError, reason
+from slidedp.host.state import HostState
+from slidedp.model.load import fill_random, load_pretrained
+from slidedp.preflight import Plan
+from slidedp.telemetry import RUN
+
+
+def new_run_folder(config: Config) -> Path:
+    """Where the run will write; it holds no run yet."""
+    folder = Path(config.run_folder or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S-%f")).absolute()
+    if (folder / RUN).exists():
+        raise ConfigError(f"run_folder={config.run_folder!r}: holds a run already: give another folder")
+    return folder
+
+
+def load_tokenizer(config: Config) -> Any:
+    """The data's tokenizer, else the model folder's own; None where prepared samples need none."""
+    name = config.data.tokenizer or (config.model if isinstance(config.model, str) else None)
+    problem = "none is given"
+    if name is not None:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        except Exception as error:  # a dozen kinds, not all of them ValueErrors
+            problem = reason(error)
+        else:
+            # From a folder without its files, transformers makes one that knows no word.
+            ids = tokenizer("text", add_special_tokens=False).input_ids
+            if any(i != tokenizer.unk_token_id for i in ids):
+                return tokenizer
+            problem = "no tokenizer is there"
+    if config.data.tokenizer is None and is_prepared(config.data):
+        return None
+    where = f"data.tokenizer={config.data.tokenizer!r}" + (
+        f", model={name!r}" if name != config.data.tokenizer else ""
+    )
+    raise ConfigError(f"{where}: {problem}: give a folder or hub id that has one")
+
+
+@contextlib.contextmanager
+def no_file_for_the_world() -> Iterator[None]:
+    """What is made inside is not writable for every user of the machine, whatever the umask."""
+    umask = os.umask(0o077)
+    os.umask(umask | 0o002)
+    try:
+        yield
+    finally:
+        os.umask(umask)
+
+
+@contextlib.contextmanager
+def nothing_left_on_failure(folder: Path) -> Iterator[None]:
+    """Removes what a launch that fails has written to its run folder, and the folder if it is new."""
+    new = [path for path in (folder, *folder.parents) if not path.exists()]
+    before = set() if new else set(folder.iterdir())
+    try:
+        yield
+    except BaseException:
+        for path in set(folder.iterdir()) - before if folder.exists() else ():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with contextlib.suppress(OSError):  # a parent that another run uses by now
+            for path in new:
+                path.rmdir()
+        raise
+
+
+def loaded_state(preflight: Plan) -> HostState:
+    """The training state in shared memory, with the model's or random weights."""
+    config = preflight.config
+    state = HostState(preflight.units, DTYPES[str(config.compute_dtype)])
+    try:
+        if isinstance(config.model, str) and not config.random_weights:
+            load_pretrained(state, config.model)
+        else:
+            fill_random(state, preflight.model, config.seed)
+    except BaseException:
+        state.close()
+        raise
+    return state
