@@ -5,6 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 PEERS = ("fabric", "links", "host")
+GROUPS = {
+    "compute": (
+        "forward", "backward_keep", "backward_recompute", "backward_partial", "head", "embed_forward",
+        "embed_backward",
+    ),
+    "links": ("up", "down", "both", "up_all", "down_all", "both_all"),
+    "collectives": ("all_gather", "reduce_scatter", "broadcast", "reduce"),
+    "update": ("update", "update_up", "update_down", "update_both", "sum_lanes"),
+    "host_memory": ("host_memory",),
+}  # fmt: skip
+"""What a machine can be faster in, and the fields of Rates that say so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,16 +161,20 @@ class Rates:
 
     def scaled(self, factor: float) -> "Rates":
         """The same machine with `factor` times the tokens in a step: compute takes `factor` as long."""
-        return dataclasses.replace(
-            self,
-            forward=self.forward * factor,
-            backward_keep=self.backward_keep * factor,
-            backward_recompute=self.backward_recompute * factor,
-            backward_partial=tuple((b, s * factor) for b, s in self.backward_partial),
-            head=self.head * factor,
-            embed_forward=self.embed_forward * factor,
-            embed_backward=self.embed_backward * factor,
-        )
+        return self.faster("compute", 1 / factor)
+
+    def faster(self, what: str, factor: float) -> "Rates":
+        """The same machine with one of GROUPS `factor` times as fast; latencies stay."""
+        values: dict[str, Any] = {}
+        for name in GROUPS[what]:
+            value = getattr(self, name)
+            if what != "compute":
+                values[name] = value * factor
+            elif name == "backward_partial":
+                values[name] = tuple((budget, seconds / factor) for budget, seconds in value)
+            else:
+                values[name] = value / factor
+        return dataclasses.replace(self, **values)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; an unlimited rate is None."""
