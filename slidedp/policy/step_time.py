@@ -565,7 +565,7 @@ def _recurrence(w: Workload, r: Rates, layout: "Layout", d: _Demands, record: bo
                         if record and unit >= on_gpu:
                             spans.append(("update", unit, "update", begin, worker))
             elif operation == _STASH:
-                start = max(visited[unit], down, thread if synchronous else 0.0)
+                start = max(visited[unit], down, thread)
                 down = stashed[unit] = start + d.stash
                 if synchronous:
                     thread = down
