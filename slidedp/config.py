@@ -26,6 +26,8 @@ ACTIVATIONS = ("keep", "partial", "recompute", "offload")
 SCHEDULES = ("in_forward", "in_backward")
 LANDINGS = ("full", "ring")
 LR_SCHEDULES = ("constant", "linear", "cosine")
+AUTO = "auto"
+"""As `Config.layout`: the policy chooses."""
 TIMELINE_EVERY = 10
 """Steps between two full timelines in the telemetry; the second step of each is recorded."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -201,6 +203,10 @@ class Config:
     steps: int = 100
     optimizer: Optimizer = field(default_factory=Optimizer)
     layout: Layout = field(default_factory=Layout)
+    """How a step is carried out. `"auto"` stands for the default layout with `tune=True`."""
+    tune: bool = False
+    """Let the policy choose the layout: it measures the machine, predicts every layout, tries the best
+    few on the run's own first steps (all compute the same result) and keeps the fastest."""
     ranks: int | None = None
     """Data-parallel processes; None takes every GPU, or 2 on a machine without one."""
     device: str | None = None
@@ -232,6 +238,11 @@ class Config:
             _at_least("host_memory_budget", self.host_memory_budget, 0, (int, float))
         if isinstance(self.model, os.PathLike):
             object.__setattr__(self, "model", os.fspath(self.model))
+        if self.layout == AUTO:
+            object.__setattr__(self, "layout", Layout())
+            object.__setattr__(self, "tune", True)
+        if not isinstance(self.layout, Layout):
+            raise ConfigError(f"layout={self.layout!r}: expected a table of settings, or {AUTO!r}")
         if self.layout.schedule == "in_backward" and self.optimizer.clip_norm is not None:
             raise ConfigError(
                 "layout.schedule='in_backward' cannot clip, since a unit updates before the global "
@@ -302,6 +313,8 @@ def _from_dict(cls: Any, values: Any, where: str) -> Any:
 
 def _coerce(hint: Any, value: Any, full: str) -> Any:
     """Turns a TOML value into a field's type; refuses one that is of another kind."""
+    if hint is Layout and value == AUTO:
+        return value
     if dataclasses.is_dataclass(hint):
         return _from_dict(hint, value, full)
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)

@@ -36,7 +36,11 @@ from slidedp.host.worker import SetLayout, Stop
 from slidedp.model.families import flops_per_token, skeleton
 from slidedp.model.load import check_pretrained, fill_random, load_pretrained
 from slidedp.model.save import export
-from slidedp.preflight import Plan, plan, with_layout
+from slidedp.policy.auto import AutoPolicy
+from slidedp.policy.probe import probe
+from slidedp.policy.rates import Rates
+from slidedp.policy.tune import Tuner
+from slidedp.preflight import Plan, plan, under, with_layout
 from slidedp.telemetry import RUN, RunLog, describe
 
 SAMPLES = "samples"
@@ -64,8 +68,9 @@ def launch(config: Config) -> "Run":
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("launch() must be called from the main thread: ranks end with their launcher's")
     preflight = plan(config)
-    preflight.check()
     config = preflight.config
+    if not config.tune:  # else the policy starts from a layout that fits
+        preflight.check()
     folder = Path(config.run_folder or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S-%f")).absolute()
     if (folder / RUN).exists():
         raise ConfigError(f"run_folder={config.run_folder!r}: holds a run already: give another folder")
@@ -77,7 +82,13 @@ def launch(config: Config) -> "Run":
         check_samples(
             samples, config.batch_size, preflight.model.vocab_size, f"data.path={config.data.path!r}"
         )
-        return Run(preflight, folder, samples, tokenizer)
+        if not config.tune:
+            return Run(preflight, folder, samples, tokenizer)
+        rates = probe(preflight)
+        predicted = AutoPolicy(preflight, rates).decide_all()
+        run = Run(under(preflight, predicted), folder, samples, tokenizer)
+        run.tune(rates, preflight)
+        return run
 
 
 def _tokenizer(config: Config) -> Any:
@@ -162,6 +173,8 @@ class Run:
         self._watcher = threading.Thread(target=self._watch, name="slidedp-watch", daemon=True)
         self._watcher.start()
         self._finalizer = weakref.finalize(self, _end_processes, self._processes, 0.0)
+        self.tuner: Tuner | None = None
+        """What chooses the layout, if the config says `tune`; its `policy` has the records so far."""
 
     def _start(self, samples: Samples, state: StateHandle, landing: Handle) -> None:
         config, ranks = self.config, int(self.config.ranks or 1)
@@ -397,6 +410,16 @@ class Run:
         self.plan, self.layout = candidate, layout
         self._landings.append(self._landing(layout))
         self._command(SetLayout(layout, self._landings[-1].handle))
+
+    def tune(self, rates: Rates, planned: Plan | None = None) -> None:
+        """Starts to look for the best layout on the steps to come, in the background.
+
+        `planned` is the preflight with the memory that was free before the run took its own.
+        """
+        if self.tuner is not None:
+            raise ConfigError("tune: the run is tuned already")
+        self.tuner = Tuner(self, planned or self.plan, rates)
+        threading.Thread(target=self.tuner.tune, name="slidedp-tune", daemon=True).start()
 
     def _command(self, command: SetLayout | Stop) -> None:
         with contextlib.suppress(OSError):  # the run has just ended by itself
