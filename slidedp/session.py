@@ -84,10 +84,12 @@ def launch(config: Config) -> "Run":
         )
         if not config.tune:
             return Run(preflight, folder, samples, tokenizer)
+        begun = time.monotonic()
         rates = probe(preflight)
         predicted = AutoPolicy(preflight, rates).decide_all()
+        spent = time.monotonic() - begun
         run = Run(under(preflight, predicted), folder, samples, tokenizer)
-        run.tune(rates, preflight)
+        run.tune(rates, preflight, spent)
         return run
 
 
@@ -411,14 +413,15 @@ class Run:
         self._landings.append(self._landing(layout))
         self._command(SetLayout(layout, self._landings[-1].handle))
 
-    def tune(self, rates: Rates, planned: Plan | None = None) -> None:
+    def tune(self, rates: Rates, planned: Plan | None = None, spent: float = 0.0) -> None:
         """Starts to look for the best layout on the steps to come, in the background.
 
-        `planned` is the preflight with the memory that was free before the run took its own.
+        `planned` is the preflight with the memory that was free before the run took its own, `spent`
+        what `rates` have cost in seconds.
         """
         if self.tuner is not None:
             raise ConfigError("tune: the run is tuned already")
-        self.tuner = Tuner(self, planned or self.plan, rates)
+        self.tuner = Tuner(self, planned or self.plan, rates, spent)
         threading.Thread(target=self.tuner.tune, name="slidedp-tune", daemon=True).start()
 
     def _command(self, command: SetLayout | Stop) -> None:

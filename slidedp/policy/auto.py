@@ -69,14 +69,19 @@ class AutoPolicy:
     """Chooses a layout for one run on one machine.
 
     `trial` runs real steps under a layout; without it the choice rests on predictions. It may raise
-    ConfigError for a layout that cannot be tried after all.
+    ConfigError for a layout that cannot be tried after all. `spent` is what the rates have cost, in
+    seconds; it counts in the final record.
     """
 
     def __init__(
-        self, run: Plan | Config, rates: Rates, trial: Callable[[Layout], Trial] | None = None
+        self,
+        run: Plan | Config,
+        rates: Rates,
+        trial: Callable[[Layout], Trial] | None = None,
+        spent: float = 0.0,
     ) -> None:
         self.plan = run if isinstance(run, Plan) else plan(run)
-        self.rates, self.trial = rates, trial
+        self.rates, self.trial, self.spent = rates, trial, spent
         self.workload: Workload = workload_of(self.plan)
         self.records: list[Record] = []
         self.trials: dict[Layout, Trial] = {}
@@ -231,13 +236,13 @@ class AutoPolicy:
                     where = f", {units} unit(s) on the GPUs" if units else ""
                     yield self._filled(layout), name + where
         elif stage == "buffers":
-            for chunk in CHUNKS:
-                for window in WINDOWS:
-                    for slots in GRADIENT_SLOTS:
+            for chunk in sorted({*CHUNKS, now.chunk_bytes}):
+                for window in sorted({*WINDOWS, now.window}):
+                    for slots in sorted({*GRADIENT_SLOTS, now.gradient_slots}):
                         layout = dataclasses.replace(
                             now, chunk_bytes=chunk, window=window, gradient_slots=slots
                         )
-                        note = f"{chunk // 2**20} MiB, window {window}, {slots} gradient slot(s)"
+                        note = f"{chunk / 2**20:g} MiB, window {window}, {slots} gradient slot(s)"
                         yield self._filled(layout), note
         elif stage == "activations":
             for layout in self._mixes(now):
@@ -434,7 +439,7 @@ class AutoPolicy:
     def _conclude(self) -> Record:
         chosen = dataclasses.replace(self._candidate(self.layout), note="chosen")
         candidates = [chosen]
-        cost = sum(record.cost_seconds for record in self.records)
+        cost = self.spent + sum(record.cost_seconds for record in self.records)
         start = dataclasses.replace(self._candidate(self.start), note="the config's layout")
         why = f"{chosen.seconds:.3f} s a step"
         turn = "nothing: it is the config's own layout"

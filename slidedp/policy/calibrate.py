@@ -91,5 +91,7 @@ def _with_compute(
     whole = [e["compute_seconds"] for e in log.events("step") if e["step"] == step]
     covered = seconds[ranks["track"] == "compute"].sum() / len(whole)
     copied = 2 * workload.params * workload.itemsize / rates.device_copy
-    changes["embed_backward"] = max(0.0, sum(whole) / len(whole) - covered - copied)
+    rest = max(0.0, float(sum(whole) / len(whole) - covered - copied))
+    if rest < 0.2 * covered:  # else it is the first steps' own work, which later ones do not repeat
+        changes["embed_backward"] = rest
     return dataclasses.replace(rates, backward_partial=partial, **changes)

@@ -35,11 +35,12 @@ class RunOver(Exception):
 class Tuner:
     """Tries layouts on one run, which nothing else may switch meanwhile."""
 
-    def __init__(self, run: "Run", planned: Plan, rates: Rates) -> None:
-        """`planned` is the preflight from before the run took its memory."""
-        self._run, self._planned, self._rates = run, planned, rates
+    def __init__(self, run: "Run", planned: Plan, rates: Rates, spent: float = 0.0) -> None:
+        """`planned` is the preflight from before the run took its memory, `spent` what `rates` have cost
+        in seconds."""
+        self._run, self._planned, self._rates, self._spent = run, planned, rates, spent
         self._since = 0  # the first step under the present layout
-        self.policy = AutoPolicy(planned, rates, self.trial)
+        self.policy = AutoPolicy(planned, rates, self.trial, spent)
 
     def tune(self) -> AutoPolicy:
         """Calibrates the rates, decides, tries, and leaves the run under the best layout. Blocks for some
@@ -48,7 +49,7 @@ class Tuner:
         try:
             self._until(lambda: run.log.steps_done > FIRST_TIMELINE)
             rates = calibrated(self._rates, self.policy.workload, run.layout, run.log, FIRST_TIMELINE)
-            self.policy = AutoPolicy(self._planned, rates, self.trial)
+            self.policy = AutoPolicy(self._planned, rates, self.trial, self._spent)
             while self.policy.decide() is not None:
                 self.policy.save(run.folder / POLICY)
             self._switch(self.policy.layout)
