@@ -196,7 +196,7 @@ class AutoPolicy:
             {"activations": "recompute"},
             {"activations": "offload"},
             {"window": 1, "gradient_slots": 1},
-            {"reduction": "gpu", "landing": "ring"},
+            {"reduction": "gpu", "landing": "ring", "gpu_updates": 0},
         ]
         for change in smaller:
             layout = dataclasses.replace(layout, **change)
@@ -219,7 +219,10 @@ class AutoPolicy:
                 return
             for delivery in DELIVERIES:
                 for reduction in REDUCTIONS:
-                    layout = dataclasses.replace(now, delivery=delivery, reduction=reduction)
+                    count = now.gpu_updates if reduction == "gpu" else 0
+                    layout = dataclasses.replace(
+                        now, delivery=delivery, reduction=reduction, gpu_updates=count
+                    )
                     yield self._filled(layout), f"{delivery} + {reduction}"
         elif stage == "update":
             clips = self.plan.config.optimizer.clip_norm is not None
@@ -231,9 +234,8 @@ class AutoPolicy:
                 ]
             for schedule, landing, name in ways:
                 for count in self._gpu_updates(now):
-                    layout = dataclasses.replace(now, schedule=schedule, landing=landing, **count)
-                    units = count.get("gpu_updates", 0)
-                    where = f", {units} unit(s) on the GPUs" if units else ""
+                    layout = dataclasses.replace(now, schedule=schedule, landing=landing, gpu_updates=count)
+                    where = f", {count} unit(s) on the GPUs" if count else ""
                     yield self._filled(layout), name + where
         elif stage == "buffers":
             for chunk in sorted({*CHUNKS, now.chunk_bytes}):
@@ -248,13 +250,14 @@ class AutoPolicy:
             for layout in self._mixes(now):
                 yield layout, describe_modes(layout, self.workload.layers)
 
-    def _gpu_updates(self, layout: Layout) -> list[dict[str, Any]]:
-        """Numbers of units to update on the GPUs, as fields of a layout."""
-        if not hasattr(layout, "gpu_updates") or not self.rates.gpu_update:
-            return [{}]
+    def _gpu_updates(self, layout: Layout) -> list[int]:
+        """Numbers of units to update on the GPUs."""
+        if layout.reduction != "gpu" or not self.rates.gpu_update:
+            return [0]
         units = self.workload.layers + 2
-        counts = sorted({0, 1, units // 4, units // 2, 3 * units // 4, units})
-        return [{"gpu_updates": count} for count in counts]
+        # The embedding; the units at the turn from backward to forward; then shares of all.
+        turn = 1 + min(layout.window, self.workload.layers)
+        return sorted({0, 1, turn, *(turn + (units - turn) * part // 6 for part in range(1, 7))})
 
     def _mixes(self, layout: Layout) -> Iterator[Layout]:
         """Activation layouts worth a look: a small knapsack.
@@ -338,7 +341,7 @@ class AutoPolicy:
         fields = FIELDS.get(stage, ())
         chosen = layouts[ranked[0]]
         others = [i for i in ranked[1:] if any(
-            getattr(layouts[i], f, None) != getattr(chosen, f, None) for f in fields)]  # fmt: skip
+            getattr(layouts[i], f) != getattr(chosen, f) for f in fields)]  # fmt: skip
         if not others:
             return why, "there is no other candidate that fits"
         other = candidates[others[0]]
@@ -365,7 +368,7 @@ class AutoPolicy:
         for record in self.records:
             if record.overridden:
                 for name in FIELDS[record.stage]:
-                    if name in record.choice.layout and getattr(layout, name) != record.choice.layout[name]:
+                    if getattr(layout, name) != Layout(**record.choice.layout).__dict__[name]:
                         return False
         return True
 
@@ -380,10 +383,7 @@ class AutoPolicy:
             differs = [
                 layout
                 for layout in ranked
-                if all(
-                    any(getattr(layout, f, None) != getattr(taken, f, None) for f in fields)
-                    for taken in short
-                )
+                if all(any(getattr(layout, f) != getattr(taken, f) for f in fields) for taken in short)
             ]
             if differs and len(short) < SHORT_LIST:
                 short.append(differs[0])

@@ -23,7 +23,17 @@ from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
 from slidedp.policy.rates import Rates, Workload
-from slidedp.stream.program import FETCH_AHEAD, Deliver, Fetch, Reduce, Stash, Visits, transfers
+from slidedp.stream.program import (
+    FETCH_AHEAD,
+    Deliver,
+    Fetch,
+    Load,
+    Reduce,
+    Stash,
+    Update,
+    Visits,
+    transfers,
+)
 
 if TYPE_CHECKING:
     from slidedp.config import Layout
@@ -128,12 +138,16 @@ class _Demands:
     """(chunks, seconds of a chunk on the link, and in the collective) in the forward phase."""
     deliver_again: tuple[int, float, float]
     """A layer's second delivery, in the backward phase."""
+    gather_fresh: list[float]
+    """Seconds of a chunk's all-gather where the ranks' shares are in the slot already."""
     reduce: list[tuple[int, float, float]]
     """(chunks, seconds of a chunk in the collective, and on the link)."""
     update: list[float]
     """Seconds of the worker."""
-    gpu_update: list[float]
-    """Seconds of a unit whose state is streamed to the GPUs and updated there."""
+    keep: list[tuple[int, float, float]]
+    """As `reduce`, for units that are updated on the GPU: their gradient does not leave it."""
+    on_gpu: list[tuple[int, float, float, float]]
+    """(chunks, seconds of a chunk's share to bring its state up, to update it, to write it back)."""
     lane_sum: list[float]
     """Seconds of the worker to sum a unit's lanes before the norm is known; 0 with one lane."""
     stash: float
@@ -188,7 +202,7 @@ def _demands(w: Workload, r: Rates, layout: "Layout") -> _Demands:
     window = min(layout.window, layers)
     params = (w.embed_params, w.layer_params, w.head_params)
     in_forward = layout.schedule == "in_forward"
-    on_gpu = min(getattr(layout, "gpu_updates", 0), layers + 2)
+    there = layout.updated_on_gpu(layers)
     over_links = n > 1 and r.peers != "fabric"
 
     # Bytes that one rank's link moves for one layer: deliveries and landings, traffic between GPUs
@@ -237,6 +251,8 @@ def _demands(w: Workload, r: Rates, layout: "Layout") -> _Demands:
         collective = chunk * scatter + r.collective_latency if reduction != "cpu" and n > 1 else 0.0
         return chunks, collective, chunk * share_down * down_last + r.copy_latency
 
+    reduces = [reduce(p) for p in params]
+
     # The worker: beside the forward's traffic, or beside all of it. Links of all ranks count.
     movers_up, movers_down = 1 if alone_up else n, 1 if alone_down else n
     per_param_up = (forward_up + (0.0 if in_forward else backward_up)) * movers_up / w.layer_params
@@ -250,19 +266,26 @@ def _demands(w: Workload, r: Rates, layout: "Layout") -> _Demands:
         rate_both * max(movers_up, movers_down),
     )
     lanes = n if reduction == "cpu" else 1
+    on_gpu: list[tuple[int, float, float, float]] = []
+    for (number, _, _), whole in zip(reduces, params, strict=True):
+        share = whole / n / number
+        # 12 bytes up and 14 down; where it is measured as a whole, the way down is the longer one.
+        out = share / r.gpu_update if r.gpu_update else share * 14 / rate_both
+        on_gpu.append((number, out * 12 / 14, share * 28 / r.device_copy, out))
+    keep = [
+        (c, g, 2 * p * size / n / c / r.device_copy) for (c, g, _), p in zip(reduces, params, strict=True)
+    ]
     state = 26 if size == 2 else 24  # master and moments read and written, the working copy written
     if not in_forward:
         per_param *= (state + lanes * size) / (state + size)
-    calls = [1 if in_forward else max(1, ceil(p * size / layout.chunk_bytes)) for p in params]
+    calls = [max(1, ceil(p * size / layout.chunk_bytes)) for p in params]
     update = [p * per_param + k * r.update_latency for p, k in zip(params, calls, strict=True)]
     lane_sum = [0.0] * 3
     if in_forward and lanes > 1:
         lane_sum = [p * size * (lanes + 1) / r.sum_lanes + r.update_latency for p in params]
-    gpu_update = [p / n / r.gpu_update if r.gpu_update else float("inf") for p in params]
 
     delivers = [deliver(p, up_first) for p in params]
     deliver_again = deliver(w.layer_params, up_again)
-    reduces = [reduce(p) for p in params]
     by_mode = {mode: r.backward(mode, layout.partial_budget) for mode in set(modes)}
     backward = [by_mode[mode] for mode in modes]
     submit = [2 * p * size / r.device_copy for p in params]
@@ -273,7 +296,7 @@ def _demands(w: Workload, r: Rates, layout: "Layout") -> _Demands:
 
     # Demand of each server in one step; the recurrence serves exactly these.
     kinds = [0] + [1] * layers + [2]
-    gpu_share = kinds[:on_gpu]
+    moved = [kinds[unit] for unit in there]
     link_up = sum(k * c * a for k, (c, a, _) in zip(count, delivers, strict=True))
     link_up += streamed * deliver_again[0] * deliver_again[1] + n_offloaded * fetch
     link_down = sum(k * c * b for k, (c, _, b) in zip(count, reduces, strict=True)) + n_offloaded * stash
@@ -281,10 +304,18 @@ def _demands(w: Workload, r: Rates, layout: "Layout") -> _Demands:
     collective += streamed * deliver_again[0] * deliver_again[2]
     collective += sum(k * c * g for k, (c, g, _) in zip(count, reduces, strict=True))
     worker = sum(k * (u + s) for k, u, s in zip(count, update, lane_sum, strict=True))
-    worker -= sum(update[k] for k in gpu_share)
-    updated_there = sum(params[k] for k in gpu_share)
-    link_up += 12 * updated_there / n * up_first  # FP32 master and moments, each rank its shard
-    link_down += 14 * updated_there / n * down_first
+    worker -= sum(update[k] for k in moved)
+    updated_there = sum(params[k] for k in moved)
+    link_up += sum(on_gpu[k][0] * on_gpu[k][1] for k in moved)
+    # Those at the turn are in their slots already: their delivery is an all-gather.
+    gathered_there = [
+        p * size / c / r.all_gather + r.collective_latency if n > 1 else 0.0
+        for p, (c, _, _) in zip(params, delivers, strict=True)
+    ]
+    for k in (kinds[unit] for unit in there if unit <= window):
+        link_up -= delivers[k][0] * delivers[k][1]
+        collective += delivers[k][0] * (gathered_there[k] - delivers[k][2])
+    link_down += sum(on_gpu[k][0] * on_gpu[k][3] - reduces[k][0] * reduces[k][2] for k in moved)
     links_host = movers_up * (forward_up + backward_up) + movers_down * (forward_down + backward_down)
     memory = layers * links_host if r.peers != "links" else 0.0
     if r.peers == "links":
@@ -292,7 +323,7 @@ def _demands(w: Workload, r: Rates, layout: "Layout") -> _Demands:
         memory += 2 * n * n_offloaded * w.input_bytes
     edges = (w.embed_params + w.head_params) * size
     memory += edges * (share_up * movers_up + share_down * movers_down)
-    memory += (w.params - updated_there) * (state + lanes * size) + updated_there * 26
+    memory += (w.params - updated_there) * (state + lanes * size) + updated_there * (26 - size)
     if in_forward and lanes > 1:
         memory += w.params * size * 2
     if r.synchronous:
@@ -312,9 +343,11 @@ def _demands(w: Workload, r: Rates, layout: "Layout") -> _Demands:
     return _Demands(
         deliver=delivers,
         deliver_again=deliver_again,
+        gather_fresh=gathered_there,
         reduce=reduces,
         update=update,
-        gpu_update=gpu_update,
+        keep=keep,
+        on_gpu=on_gpu,
         lane_sum=lane_sum,
         stash=stash,
         fetch=fetch,
@@ -332,12 +365,19 @@ def _demands(w: Workload, r: Rates, layout: "Layout") -> _Demands:
 
 # Operations of a step in the order in which they can be evaluated.
 _FORWARD, _BACKWARD, _EMBED, _HEAD, _EMBED_BACKWARD = range(5)
-_DELIVER, _DELIVER_AGAIN, _REDUCE, _STASH, _FETCH = range(5, 10)
+_DELIVER, _DELIVER_AGAIN, _REDUCE, _STASH, _FETCH, _LOAD, _UPDATE = range(5, 12)
 
 
 @lru_cache(maxsize=4096)
 def _operations(
-    layers: int, window: int, offloaded: frozenset[int], tied: bool, slots: int
+    layers: int,
+    window: int,
+    offloaded: frozenset[int],
+    tied: bool,
+    slots: int,
+    on_gpu: frozenset[int],
+    schedule: str,
+    ring: int,
 ) -> tuple[tuple[int, int, int, int], ...]:
     """The step as (operation, unit, visit that must have ended or -1, visit or unit before in a ring).
 
@@ -381,7 +421,14 @@ def _operations(
             else:
                 order.append((_EMBED_BACKWARD, 0, done, -1))
 
-    for transfer in transfers(layers, window, modes, tied):
+    # Layers that land, the last one first: a ring's zone is free when the one RING before it is consumed.
+    landing = [unit for unit in range(layers, 0, -1) if unit not in on_gpu]
+    before = dict(zip(landing[ring:], landing, strict=False)) if ring else {}
+
+    for transfer in transfers(layers, window, modes, tied, on_gpu, schedule):
+        if isinstance(transfer, Load):
+            order.append((_LOAD, -1, -1, -1))
+            continue
         unit = transfer.unit
         if isinstance(transfer, Deliver):
             slot = slot_of(unit)
@@ -394,7 +441,9 @@ def _operations(
         elif isinstance(transfer, Reduce):
             last = visits.embed_backward if unit == 0 else visits.backward(unit)
             visit_until(visits.head if unit == visits.head else last)
-            order.append((_REDUCE, unit, -1, unit + RING if 0 < unit <= layers - RING else -1))
+            order.append((_REDUCE, unit, -1, before.get(unit, -1)))
+        elif isinstance(transfer, Update):
+            order.append((_UPDATE, unit, -1, -1))
         elif isinstance(transfer, Stash):
             visit_until(visits.forward(unit))
             order.append((_STASH, unit, -1, -1))
@@ -423,15 +472,18 @@ def _recurrence(w: Workload, r: Rates, layout: "Layout", d: _Demands, record: bo
     slots = min(layout.gradient_slots, layers)
     modes = layout.activation_modes(layers)
     offloaded = frozenset(i + 1 for i, mode in enumerate(modes) if mode == "offload")
-    operations = _operations(layers, window, offloaded, w.tied, slots)
     in_forward = layout.schedule == "in_forward"
     lanes = w.ranks if layout.reduction == "cpu" else 1
     waits_for_sum = in_forward and lanes > 1
     ring = waits_for_sum or (not in_forward and layout.landing == "ring")
     newest_first = not in_forward and not ring
-    on_gpu = min(getattr(layout, "gpu_updates", 0), layers + 2)
+    there = layout.updated_on_gpu(layers)
+    operations = _operations(
+        layers, window, offloaded, w.tied, slots, there, layout.schedule, RING if ring else 0
+    )
     kind = [0] + [1] * layers + [2]
-    deliver, reduce = [d.deliver[k] for k in kind], [d.reduce[k] for k in kind]
+    deliver = [d.deliver[k] for k in kind]
+    reduce = [d.keep[k] if unit in there else d.reduce[k] for unit, k in enumerate(kind)]
     update, lane_sum = [d.update[k] for k in kind], [d.lane_sum[k] for k in kind]
     submit, forward, message = d.submit[1], d.forward, r.message_latency
     synchronous, again = r.synchronous, d.deliver_again
@@ -446,6 +498,8 @@ def _recurrence(w: Workload, r: Rates, layout: "Layout", d: _Demands, record: bo
     stashed, fetched = [0.0] * units, [0.0] * units
     out_ring = [0.0] * OUTGOING
     out_next = 0
+    fresh: dict[int, tuple[float, float]] = {}  # (first, last chunk updated) of slots that stay
+    loads = _Loads(layout.update_slots)
     now = thread = up = down = between = worker = norm_known = last_end = 0.0
     step_seconds = drain = 0.0
     spans: list[tuple[str, int, str, float, float]] = []
@@ -503,6 +557,22 @@ def _recurrence(w: Workload, r: Rates, layout: "Layout", d: _Demands, record: bo
                 gradient[unit] = now
             elif operation in (_DELIVER, _DELIVER_AGAIN):
                 if operation == _DELIVER:
+                    if unit in fresh:
+                        # The slot holds this rank's share already: an all-gather makes it whole.
+                        first, end = fresh[unit]
+                        count = deliver[unit][0]
+                        start = max(thread, first)
+                        if w.ranks > 1:
+                            gather = d.gather_fresh[kind[unit]]
+                            if synchronous:
+                                thread = end = start + count * gather
+                            else:
+                                start = max(start, between)
+                                between = end = max(end + gather, start + count * gather)
+                        gated[unit], started[unit], delivered[unit] = fresh[unit][1], start, end
+                        if record:
+                            spans.append(("deliver", unit, "gather", start, end))
+                        continue
                     if published[unit] > thread:
                         thread = published[unit]
                     gated[unit] = thread
@@ -552,18 +622,31 @@ def _recurrence(w: Workload, r: Rates, layout: "Layout", d: _Demands, record: bo
                 reduced[unit], landed_first[unit] = end, first
                 if record:
                     spans.append(("reduce", unit, "reduce", start, end))
-                if newest_first:
+                if newest_first or unit in there:
                     continue
                 # The worker takes what lands in the order of landing; it may begin with the first chunk.
                 if waits_for_sum or not in_forward:
-                    work = lane_sum[unit] if waits_for_sum else update[unit] if unit >= on_gpu else 0.0
+                    work = lane_sum[unit] if waits_for_sum else update[unit]
                     begin = max(worker, first + message)
                     worker = max(begin + work, end + message)
                     consumed[unit] = worker + message
                     if not in_forward:
                         published[unit] = worker + message
-                        if record and unit >= on_gpu:
+                        if record:
                             spans.append(("update", unit, "update", begin, worker))
+            elif operation == _LOAD:
+                loads.begin(thread)
+            elif operation == _UPDATE:
+                if in_forward:
+                    continue  # once the norm is known
+                first, last, written = loads.update(d.on_gpu[kind[unit]], reduced[unit])
+                published[unit] = written + 2 * message
+                if unit <= window:
+                    fresh[unit] = first, last
+                if synchronous:
+                    thread = max(thread, written)
+                if record:
+                    spans.append(("update", unit, "update", first, last))
             elif operation == _STASH:
                 start = max(visited[unit], down, thread)
                 down = stashed[unit] = start + d.stash
@@ -614,30 +697,32 @@ def _recurrence(w: Workload, r: Rates, layout: "Layout", d: _Demands, record: bo
                 gradient[0] = now
                 visited[visit] = now
 
-        # What the worker does once gradients have landed.
-        there = 0.0
+        # What follows once gradients have landed.
         if in_forward:
-            landed = max(worker, max(reduced) + message)
-            norm_known = worker = there = landed
+            norm_known = worker = max(worker, max(reduced) + message)
+            for unit in sorted(there):
+                first, last, written = loads.update(d.on_gpu[kind[unit]], norm_known + message)
+                published[unit] = written + 2 * message
+                if unit <= window:
+                    fresh[unit] = first, last
+                if record:
+                    spans.append(("update", unit, "update", first, last))
+            if there:
+                thread = max(thread, norm_known + message)
+                if synchronous:
+                    thread = max(thread, loads.out)
             for unit in range(units):
-                if unit < on_gpu:
-                    there += d.gpu_update[kind[unit]]
-                    published[unit] = there + message
+                if unit in there:
                     continue
                 if record:
                     spans.append(("update", unit, "update", worker, worker + update[unit]))
                 worker += update[unit]
                 published[unit] = worker + message
         elif newest_first:
-            norm_known = 0.0
             worker = _newest_first(
-                layers, on_gpu, worker, landed_first, reduced, update, message, published,
-                spans if record else None,
+                [unit for unit in range(units - 1, -1, -1) if unit not in there],
+                worker, landed_first, reduced, update, message, published, spans if record else None,
             )  # fmt: skip
-        if not in_forward and on_gpu:
-            for unit in range(min(on_gpu, units) - 1, -1, -1):
-                there = max(there, reduced[unit]) + d.gpu_update[kind[unit]]
-                published[unit] = there + message
         drain = max(published) - now
         period = now - last_end
         last_end = now
@@ -652,9 +737,40 @@ def _recurrence(w: Workload, r: Rates, layout: "Layout", d: _Demands, record: bo
     return _Steady(period, drain, exposed, named)
 
 
+class _Loads:
+    """State on its way through the ring of GPU buffers, in the order in which units are updated."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._written: list[float] = []
+        self._begun = self._up = self._busy = 0.0
+        self.out = 0.0
+        """When the last piece so far is on the host again."""
+
+    def begin(self, time: float) -> None:
+        """The step's first pieces start to come up, behind what the last step wrote."""
+        self._begun = max(time, self.out)
+        self._written.clear()
+
+    def update(self, chunks: tuple[int, float, float, float], ready: float) -> tuple[float, float, float]:
+        """One unit, whose gradients are there at `ready`: when its first and its last chunk are updated,
+        and when all of it is written."""
+        count, bring, work, write = chunks
+        first = 0.0
+        for i in range(count):
+            place = len(self._written) - self._slots
+            free = self._begun if place < 0 else self._written[place]
+            self._up = max(self._up, free) + bring
+            self._busy = max(self._busy, self._up, ready) + work
+            self.out = max(self.out, self._busy) + write
+            self._written.append(self.out)
+            if i == 0:
+                first = self._busy
+        return first, self._busy, self.out
+
+
 def _newest_first(
-    layers: int,
-    on_gpu: int,
+    landing: list[int],
     worker: float,
     landed_first: list[float],
     landed: list[float],
@@ -668,7 +784,7 @@ def _newest_first(
     Fills `published`; returns when the worker is idle.
     """
     waiting: list[tuple[int, float]] = []  # (unit, seconds left), the most urgent one last
-    arrivals = [(landed_first[unit] + message, unit) for unit in range(layers + 1, -1, -1) if unit >= on_gpu]
+    arrivals = [(landed_first[unit] + message, unit) for unit in landing]
     for arrival, unit in [*arrivals, (float("inf"), -1)]:
         while waiting and worker < arrival:
             top, left = waiting.pop()

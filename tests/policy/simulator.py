@@ -12,7 +12,7 @@ from typing import Any
 
 from slidedp.config import Layout
 from slidedp.policy.rates import Rates, Workload
-from slidedp.stream.program import Deliver, Fetch, Reduce, Stash, Visits, transfers
+from slidedp.stream.program import Deliver, Fetch, Load, Reduce, Stash, Update, Visits, transfers
 
 Activity = Generator[Any, None, None]
 
@@ -81,9 +81,11 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> float:
     rates must not depend on what else is busy."""
     clock, events, visits = Clock(), Events(), Visits(w.layers)
     up, down, between = Stream(clock), Stream(clock), Stream(clock)
+    state_in, updates, state_out = Stream(clock), Stream(clock), Stream(clock)
+    there = layout.updated_on_gpu(w.layers)
     modes, window = layout.activation_modes(w.layers), min(layout.window, w.layers)
     slots = min(layout.gradient_slots, w.layers)
-    program = transfers(w.layers, window, modes, w.tied)
+    program = transfers(w.layers, window, modes, w.tied, there, layout.schedule)
     head = w.layers + 1
     lanes = w.ranks if layout.reduction == "cpu" else 1
     ends: list[float] = []
@@ -130,13 +132,69 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> float:
         yield size / rate
         clock.fire(events[done])
 
+    order = sorted(there, reverse=layout.schedule == "in_backward")
+    pieces = [(unit, i, size / w.itemsize / w.ranks) for unit in order for i, size in enumerate(chunks(unit))]
+
+    def load(step: int, place: int) -> Activity:
+        """Brings up the state of the place-th piece of a step once its buffer and its last writing allow."""
+        unit, chunk, share = pieces[place]
+        if place >= layout.update_slots:
+            yield events["written", step, *pieces[place - layout.update_slots][:2]]
+        if step:
+            yield events["written", step - 1, unit, chunk]
+        yield share * 12 / 14 / r.gpu_update
+        clock.fire(events["loaded", step, unit, chunk])
+
+    def update_chunk(step: int, unit: int, chunk: int, share: float) -> Activity:
+        yield events["loaded", step, unit, chunk]
+        yield events["landed", step, unit, chunk]
+        yield share * 28 / r.device_copy
+        clock.fire(events["updated", step, unit, chunk])
+
+    def write(step: int, unit: int, chunk: int, share: float) -> Activity:
+        yield events["updated", step, unit, chunk]
+        yield share / r.gpu_update
+        clock.fire(events["written", step, unit, chunk])
+
+    def gather_fresh(step: int, unit: int, chunk: int, size: float, done: Any) -> Activity:
+        yield events["updated", step - 1, unit, chunk]
+        yield size / r.all_gather + r.collective_latency
+        clock.fire(events[done])
+
+    def publish_written(step: int, unit: int, chunk: int) -> Activity:
+        yield events["written", step, unit, chunk]
+        yield 2 * r.message_latency
+        clock.fire(events["published", step + 1, unit])
+
     def transfer_thread() -> Activity:
         occupant: dict[Any, Any] = {}
         for step in range(steps):
             fetches: list[int] = []
             for t in program:
+                if isinstance(t, Load):
+                    for place in range(len(pieces)):
+                        state_in.put(load(step, place))
+                    continue
                 unit = t.unit
-                if isinstance(t, Deliver):
+                if isinstance(t, Update):
+                    if layout.schedule == "in_forward":
+                        yield events["coefficients", step]
+                    number = len(list(chunks(unit)))
+                    for each, chunk, share in pieces:
+                        if each == unit:
+                            updates.put(update_chunk(step, unit, chunk, share))
+                            state_out.put(write(step, unit, chunk, share))
+                    clock.start(publish_written(step, unit, number - 1))
+                elif isinstance(t, Deliver) and step and t.visit <= window and unit in there:
+                    sizes = list(chunks(unit))
+                    for i, size in enumerate(sizes):
+                        key = ("delivered", step, t.visit)
+                        done = key if i == len(sizes) - 1 else (*key, i)
+                        between.put(gather_fresh(step, unit, i, size, done))
+                    edge = unit == 0
+                    slot = ("edge", unit if w.tied else 0) if edge else ("layer", unit % window)
+                    occupant[slot] = ("visited", step, t.release)
+                elif isinstance(t, Deliver):
                     if t.visit <= visits.head and step:
                         yield events["published", step, unit]
                     edge = unit in (0, head)
@@ -156,16 +214,22 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> float:
                 elif isinstance(t, Reduce):
                     sizes = list(chunks(unit))
                     ring = lanes > 1 if layout.schedule == "in_forward" else layout.landing == "ring"
-                    if ring and 0 < unit <= w.layers - 4:
-                        yield events["consumed", step, unit + 4]
+                    landing = [layer for layer in range(w.layers, 0, -1) if layer not in there]
+                    if ring and unit in landing[4:]:
+                        yield events["consumed", step, landing[landing.index(unit) - 4]]
                     for i, size in enumerate(sizes):
                         key, ready = ("landed", step, unit, i), ("gradient", step, unit)
                         if layout.reduction == "cpu":
                             down.put(land(size, [ready], key))
+                        elif unit in there:
+                            between.put(scatter(size, [ready], (*key, "reduced")))
+                            copy = r.device_copy / 2
+                            down.put(move(size / w.ranks, copy, [(*key, "reduced")], key))
                         else:
                             between.put(scatter(size, [ready], (*key, "reduced")))
                             down.put(land(size / w.ranks, [(*key, "reduced")], key))
-                        clock.start(report(step, unit, i))
+                        if unit not in there or layout.schedule == "in_forward":
+                            clock.start(report(step, unit, i))
                     down.put(fire(("reduced", step, unit)))
                 elif isinstance(t, Stash):
                     held = ("visited", step, visits.forward(unit))
@@ -244,7 +308,8 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> float:
     def worker() -> Activity:
         units = range(w.layers + 2)
         finished = {step: 0 for step in range(steps)}
-        while min(finished.values()) < len(units):
+        expected = len(units) - (len(there) if layout.schedule == "in_backward" else 0)
+        while min(finished.values()) < expected:
             while not waiting:
                 arrived[0] = Event()
                 yield arrived[0]
@@ -258,8 +323,11 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> float:
             if layout.schedule == "in_backward":
                 clock.start(fire(("published", step + 1, unit), r.message_latency))
             elif finished[step] == len(units):
+                clock.start(fire(("coefficients", step), r.message_latency))
                 for each in units:
-                    yield w.unit_params(each) / r.update + r.update_latency
+                    if each in there:
+                        continue
+                    yield w.unit_params(each) / r.update + len(list(chunks(each))) * r.update_latency
                     clock.start(fire(("published", step + 1, each), r.message_latency))
 
     for activity in (transfer_thread(), compute_thread(), worker()):
