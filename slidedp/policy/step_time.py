@@ -255,8 +255,16 @@ def _demands(w: Workload, r: Rates, layout: "Layout") -> _Demands:
 
     # The worker: beside the forward's traffic, or beside all of it. Links of all ranks count.
     movers_up, movers_down = 1 if alone_up else n, 1 if alone_down else n
-    per_param_up = (forward_up + (0.0 if in_forward else backward_up)) * movers_up / w.layer_params
-    per_param_down = (forward_down + (0.0 if in_forward else backward_down)) * movers_down / w.layer_params
+    kinds = [0] + [1] * layers + [2]
+    moved = [kinds[unit] for unit in there]
+    updated_there = sum(params[k] for k in moved)
+    left = max(1, w.params - updated_there)
+    whole = w.params / w.layer_params / left
+    per_param_up = (forward_up + (0.0 if in_forward else backward_up)) * movers_up * whole
+    per_param_down = (forward_down + (0.0 if in_forward else backward_down)) * movers_down * whole
+    # State that the GPUs update streams both ways meanwhile, and the gradients of it do not land.
+    per_param_up += 12 * updated_there / left
+    per_param_down += (14 - (0.0 if in_forward else size)) * updated_there / left
     per_param = _update_seconds(
         r,
         per_param_up,
@@ -267,10 +275,11 @@ def _demands(w: Workload, r: Rates, layout: "Layout") -> _Demands:
     )
     lanes = n if reduction == "cpu" else 1
     on_gpu: list[tuple[int, float, float, float]] = []
-    for (number, _, _), whole in zip(reduces, params, strict=True):
-        share = whole / n / number
+    for (number, _, _), held in zip(reduces, params, strict=True):
+        share = held / n / number
         # 12 bytes up and 14 down; where it is measured as a whole, the way down is the longer one.
         out = share / r.gpu_update if r.gpu_update else share * 14 / rate_both
+        out /= busy if updated_there < w.params else 1.0
         on_gpu.append((number, out * 12 / 14, share * 28 / r.device_copy, out))
     keep = [
         (c, g, 2 * p * size / n / c / r.device_copy) for (c, g, _), p in zip(reduces, params, strict=True)
@@ -295,8 +304,6 @@ def _demands(w: Workload, r: Rates, layout: "Layout") -> _Demands:
     n_offloaded = modes.count("offload")
 
     # Demand of each server in one step; the recurrence serves exactly these.
-    kinds = [0] + [1] * layers + [2]
-    moved = [kinds[unit] for unit in there]
     link_up = sum(k * c * a for k, (c, a, _) in zip(count, delivers, strict=True))
     link_up += streamed * deliver_again[0] * deliver_again[1] + n_offloaded * fetch
     link_down = sum(k * c * b for k, (c, _, b) in zip(count, reduces, strict=True)) + n_offloaded * stash
@@ -305,7 +312,6 @@ def _demands(w: Workload, r: Rates, layout: "Layout") -> _Demands:
     collective += sum(k * c * g for k, (c, g, _) in zip(count, reduces, strict=True))
     worker = sum(k * (u + s) for k, u, s in zip(count, update, lane_sum, strict=True))
     worker -= sum(update[k] for k in moved)
-    updated_there = sum(params[k] for k in moved)
     link_up += sum(on_gpu[k][0] * on_gpu[k][1] for k in moved)
     # Those at the turn are in their slots already: their delivery is an all-gather.
     gathered_there = [
