@@ -1,6 +1,8 @@
 """The same configs from a shell: `slidedp train CONFIG.toml`, `slidedp plan CONFIG.toml`."""
 
 import argparse
+import dataclasses
+import json
 import signal
 import sys
 import time
@@ -11,8 +13,10 @@ from types import FrameType
 
 from tqdm import tqdm
 
-from slidedp.config import Config
+from slidedp.config import Config, Layout
 from slidedp.errors import ConfigError
+from slidedp.policy.explain import explain
+from slidedp.policy.probe import probe
 from slidedp.preflight import plan
 from slidedp.session import Run, RunFailed, launch
 from slidedp.telemetry import StepReader
@@ -77,6 +81,15 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument("config", metavar="CONFIG.toml")
     show.set_defaults(command=_plan)
 
+    measure = commands.add_parser("probe", help="measure this machine for a run, and print its rates")
+    measure.add_argument("config", metavar="CONFIG.toml")
+    measure.add_argument("--fresh", action="store_true", help="measure again what the cache holds")
+    measure.set_defaults(command=_probe)
+
+    tune = commands.add_parser("tune", help="find a run's fastest layout on random weights, and print it")
+    tune.add_argument("config", metavar="CONFIG.toml")
+    tune.set_defaults(command=_tune)
+
     notebook = commands.add_parser("notebook", help="execute a notebook and print its output")
     notebook.add_argument("path", type=Path, metavar="NOTEBOOK.ipynb")
     notebook.set_defaults(command=_notebook)
@@ -88,6 +101,37 @@ def _plan(options: argparse.Namespace) -> int:
     print(preflight)
     preflight.check()
     return 0
+
+
+def _probe(options: argparse.Namespace) -> int:
+    rates = probe(Config.from_toml(options.config), fresh=options.fresh)
+    print(json.dumps(rates.to_dict(), indent=1))
+    return 0
+
+
+def _tune(options: argparse.Namespace) -> int:
+    config = Config.from_toml(options.config)
+    # As many steps as the trials take; nobody needs the weights.
+    config = dataclasses.replace(config, tune=True, random_weights=True, steps=1_000_000, run_folder=None)
+    with launch(config) as run:
+        print(f"run folder: {run.folder}", flush=True)
+        assert run.tuner is not None
+        while run.running and not run.tuner.policy.done:
+            run.wait(0.2)
+        policy = run.tuner.policy
+        for record in policy.records:
+            print(f"{record}\n")
+        print(explain(policy.workload, policy.rates, policy.layout))
+        print(_toml(policy.layout))
+        run.stop()
+        run.wait()
+    return 0
+
+
+def _toml(layout: Layout) -> str:
+    """The layout as the table of a config file."""
+    lines = [f"{name} = {json.dumps(value)}" for name, value in dataclasses.asdict(layout).items()]
+    return "\n".join(["[layout]", *lines])
 
 
 def _train(options: argparse.Namespace) -> int:

@@ -27,6 +27,8 @@ ACTIVATIONS = ("keep", "partial", "recompute", "offload")
 SCHEDULES = ("in_forward", "in_backward")
 LANDINGS = ("full", "ring")
 LR_SCHEDULES = ("constant", "linear", "cosine")
+AUTO = "auto"
+"""As `Config.layout`: the policy chooses."""
 TIMELINE_EVERY = 10
 """Steps between two full timelines in the telemetry; the second step of each is recorded."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -201,6 +203,10 @@ class Config:
     steps: int = 100
     optimizer: Optimizer = field(default_factory=Optimizer)
     layout: Layout = field(default_factory=Layout)
+    """How a step is carried out. `"auto"` stands for the default layout with `tune=True`."""
+    tune: bool = False
+    """Let the policy choose the layout: it measures the machine, predicts every layout, tries the best
+    few on the run's own first steps (all compute the same result) and keeps the fastest."""
     ranks: int | None = None
     """Data-parallel processes; None takes every GPU, or 2 on a machine without one."""
     device: str | None = None
@@ -219,6 +225,9 @@ class Config:
     """GiB of host memory the run may take; None asks the operating system and its cgroup."""
 
     def __post_init__(self) -> None:
+        if self.layout == AUTO:
+            object.__setattr__(self, "layout", Layout())
+            object.__setattr__(self, "tune", True)
         _check_types(self, "")
         for name in ("sequence_length", "batch_size", "steps"):
             _at_least(name, getattr(self, name), 1)
@@ -288,7 +297,7 @@ def _from_dict(cls: Any, values: Any, where: str) -> Any:
             near = difflib.get_close_matches(name, hints, 1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(f"{full}: unknown setting; {hint}accepted: {', '.join(hints)}")
-        nested = dataclasses.is_dataclass(hints[name])
+        nested = dataclasses.is_dataclass(hints[name]) and value != AUTO
         taken[name] = _from_dict(hints[name], value, full) if nested else value
     missing = [
         f.name

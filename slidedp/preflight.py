@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from slidedp.config import DTYPES, Config
+from slidedp.config import DTYPES, Config, Layout
 from slidedp.errors import ConfigError
 from slidedp.gpus import free_gpu_bytes
 from slidedp.host.landing import LandingPlan
@@ -99,11 +99,42 @@ def plan(config: Config) -> Plan:
         units=units,
         host=_host_bytes(config, units, dtype),
         device=_device_bytes(config, model_config, units, dtype),
-        host_available=(
-            available_bytes() if config.host_memory_budget is None else int(config.host_memory_budget * GIB)
-        ),
-        device_available=(min(free_gpu_bytes(int(config.ranks or 1))) if config.device == "cuda" else None),
+        host_available=_host_available(config),
+        device_available=_device_available(config),
     )
+
+
+def with_layout(existing: Plan, layout: Layout) -> Plan:
+    """The same run under another layout, and what is free now."""
+    return dataclasses.replace(
+        under(existing, layout),
+        host_available=_host_available(existing.config),
+        device_available=_device_available(existing.config),
+    )
+
+
+def under(existing: Plan, layout: Layout) -> Plan:
+    """The same run under another layout, against the same free memory; costs microseconds."""
+    config = dataclasses.replace(existing.config, layout=layout)
+    dtype = DTYPES[str(config.compute_dtype)]
+    return dataclasses.replace(
+        existing,
+        config=config,
+        host=_host_bytes(config, existing.units, dtype),
+        device=_device_bytes(config, existing.model, existing.units, dtype),
+    )
+
+
+def _host_available(config: Config) -> int:
+    if config.host_memory_budget is not None:
+        return int(config.host_memory_budget * GIB)
+    return available_bytes()
+
+
+def _device_available(config: Config) -> int | None:
+    if config.device != "cuda":
+        return None
+    return min(free_gpu_bytes(int(config.ranks or 1)))
 
 
 def _host_bytes(config: Config, units: tuple[Unit, ...], dtype: torch.dtype) -> dict[str, int]:
@@ -164,8 +195,3 @@ def intermediates_per_token(model: Any) -> int:
     query = model.num_attention_heads * head_dim
     key_value = model.num_key_value_heads * head_dim
     return 4 * model.hidden_size + 2 * query + 2 * key_value + 3 * model.intermediate_size
-
-
-def with_layout(existing: Plan, layout: Any) -> Plan:
-    """The same run under another layout."""
-    return plan(dataclasses.replace(existing.config, layout=layout))

@@ -31,7 +31,11 @@ from slidedp.losses import LossWatch
 from slidedp.model.families import flops_per_token, skeleton
 from slidedp.model.load import check_pretrained
 from slidedp.model.save import export
-from slidedp.preflight import Plan, plan, with_layout
+from slidedp.policy.auto import AutoPolicy
+from slidedp.policy.probe import probe
+from slidedp.policy.rates import Rates
+from slidedp.policy.tune import Tuner
+from slidedp.preflight import Plan, plan, under, with_layout
 from slidedp.processes import Processes
 from slidedp.telemetry import RunLog, describe
 
@@ -58,8 +62,9 @@ def launch(config: Config) -> "Run":
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("launch() must be called from the main thread: ranks end with their launcher's")
     preflight = plan(config)
-    preflight.check()
     config = preflight.config
+    if not config.tune:  # else the policy starts from a layout that fits
+        preflight.check()
     folder = new_run_folder(config)
     tokenizer = load_tokenizer(config)
     if isinstance(config.model, str) and not config.random_weights:
@@ -69,7 +74,15 @@ def launch(config: Config) -> "Run":
         check_samples(
             samples, config.batch_size, preflight.model.vocab_size, f"data.path={config.data.path!r}"
         )
-        return Run(preflight, folder, samples, tokenizer)
+        if not config.tune:
+            return Run(preflight, folder, samples, tokenizer)
+        begun = time.monotonic()
+        rates = probe(preflight)
+        predicted = AutoPolicy(preflight, rates).decide_all()
+        spent = time.monotonic() - begun
+        run = Run(under(preflight, predicted), folder, samples, tokenizer)
+        run.tune(rates, preflight, spent)
+        return run
 
 
 class Run:
@@ -110,6 +123,8 @@ class Run:
             self._release()
             self._release_state()
             raise
+        self.tuner: Tuner | None = None
+        """What chooses the layout, if the config says `tune`; its `policy` has the records so far."""
         threading.Thread(target=self._watch, name="slidedp-watch", daemon=True).start()
 
     def _mark(self, what: str) -> None:
@@ -245,7 +260,7 @@ class Run:
         if not self.running:
             raise ConfigError(f"set_layout: the run is {self.status}; start another with this layout")
         candidate = with_layout(self.plan, layout)
-        landing = candidate.host["gradient landing"]
+        landing = candidate.host.get("gradient landing", 0)
         # The system's free bytes do without what the run holds; a budget is for all of it.
         held = 0 if self.config.host_memory_budget is None else self.plan.host_bytes
         if held + landing > candidate.host_available:
@@ -255,6 +270,17 @@ class Run:
         self.plan, self.layout = candidate, layout
         self._landings.append(self._landing(layout))
         self._command(SetLayout(layout, self._landings[-1].handle))
+
+    def tune(self, rates: Rates, planned: Plan | None = None, spent: float = 0.0) -> None:
+        """Starts to look for the best layout on the steps to come, in the background.
+
+        `planned` is the preflight with the memory that was free before the run took its own, `spent`
+        what `rates` have cost in seconds.
+        """
+        if self.tuner is not None:
+            raise ConfigError("tune: the run is tuned already")
+        self.tuner = Tuner(self, planned or self.plan, rates, spent)
+        threading.Thread(target=self.tuner.tune, name="slidedp-tune", daemon=True).start()
 
     def _command(self, command: SetLayout | Stop) -> None:
         with contextlib.suppress(OSError):  # the run has just ended by itself

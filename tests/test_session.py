@@ -18,7 +18,7 @@ from slidedp.preflight import plan
 from tests.launching import DEADLINE, LENGTH, VOCABULARY, alive, nothing_left, script, small_config, until
 
 STEPS = 45
-SAMPLED = [1, 21, 41]
+SAMPLED = [1, 11, 21, 31, 41]
 """Steps of such a run that have a timeline."""
 COLUMNS = {
     "loss", "targets", "step_seconds", "tokens_per_second", "tflops_per_gpu", "busy", "lr",

@@ -1,0 +1,1 @@
+"""Which layout is fastest: measure the machine, predict every layout, choose, and say why."""

@@ -1,0 +1,189 @@
+"""What the step-time model is given: a workload and the machine's rates, as plain numbers."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+PEERS = ("fabric", "links", "host")
+GROUPS = {
+    "compute": (
+        "forward", "backward_keep", "backward_recompute", "backward_partial", "head", "embed_forward",
+        "embed_backward",
+    ),
+    "links": ("up", "down", "both", "up_all", "down_all", "both_all"),
+    "collectives": ("all_gather", "reduce_scatter", "broadcast", "reduce"),
+    "update": ("update", "update_up", "update_down", "update_both", "sum_lanes"),
+    "host_memory": ("host_memory",),
+}  # fmt: skip
+"""What a machine can be faster in, and the fields of Rates that say so."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One training step of one model, as sizes. Parameters count the padding of their flat buffer."""
+
+    layers: int
+    layer_params: int
+    """Parameters of one decoder layer."""
+    embed_params: int
+    head_params: int
+    """Of the final norm and the output matrix; with tied embeddings of the norm alone."""
+    tied: bool
+    ranks: int
+    tokens: int
+    """Tokens of one rank in one step."""
+    itemsize: int
+    """Bytes of an element of the compute dtype: parameters and gradients travel in it."""
+    input_bytes: int
+    """Bytes of one layer's input on one rank: what `recompute` leaves on the GPU and `offload` moves."""
+    kept_bytes: int
+    """Bytes that `keep` leaves on the GPU for one layer on one rank, besides its input."""
+    layer_flops: float
+    """Forward FLOPs of one layer on one rank; its backward takes twice as many."""
+    head_flops: float
+    """Forward and backward FLOPs of the output matrix on one rank."""
+
+    @property
+    def params(self) -> int:
+        return self.embed_params + self.layers * self.layer_params + self.head_params
+
+    def unit_params(self, unit: int) -> int:
+        """Parameters of a unit by index: 0 embed, 1..layers, layers + 1 head."""
+        if unit == 0:
+            return self.embed_params
+        return self.layer_params if unit <= self.layers else self.head_params
+
+    def unit_name(self, unit: int) -> str:
+        """The engine's name of a unit: embed, layers.<i>, head."""
+        if unit == 0:
+            return "embed"
+        return f"layers.{unit - 1}" if unit <= self.layers else "head"
+
+    def scaled(self, factor: float) -> "Workload":
+        """The same model with `factor` times the tokens in a step."""
+        return dataclasses.replace(
+            self,
+            tokens=round(self.tokens * factor),
+            input_bytes=round(self.input_bytes * factor),
+            kept_bytes=round(self.kept_bytes * factor),
+            layer_flops=self.layer_flops * factor,
+            head_flops=self.head_flops * factor,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """How fast one machine does each piece of one workload. Seconds per piece, or units per second.
+
+    Links and the worker share the host's memory, so both have rates alone and together.
+    """
+
+    forward: float
+    """Seconds of one layer's forward."""
+    backward_keep: float
+    """Seconds of one layer's backward from kept intermediates."""
+    backward_recompute: float
+    """Seconds of one layer's backward that runs the forward again first (`recompute`, `offload`)."""
+    backward_partial: tuple[tuple[float, float], ...] = ()
+    """(kept fraction, seconds) of backwards in between, by rising fraction, as far as measured."""
+    head: float
+    """Seconds of the loss, forward and backward."""
+    embed_forward: float = 0.0
+    embed_backward: float = 0.0
+    device_copy: float = 2e12
+    """Bytes per second, read and written, of a gradient's copy into its flat buffer on the device."""
+
+    up: float
+    """Host to GPU, bytes per second, while only one rank copies."""
+    down: float
+    """GPU to host, the same."""
+    both: float
+    """Each way, one rank copying both ways."""
+    up_all: float
+    """Host to GPU, bytes per second of each rank, while all ranks copy up."""
+    down_all: float
+    both_all: float
+    """Each way and rank, while all ranks copy both ways."""
+    under_update: float = 1.0
+    """Factor on a link's rate while the worker updates."""
+
+    all_gather: float = float("inf")
+    """Bytes of the whole gathered buffer per second."""
+    reduce_scatter: float = float("inf")
+    """Bytes of the whole scattered buffer per second, the norm of the shard included."""
+    broadcast: float = float("inf")
+    reduce: float = float("inf")
+    peers: str = "fabric"
+    """What GPUs talk over: `fabric` (wires of their own), `links` (the same PCIe links as the host's
+    copies), or `host` (those links and the host's memory)."""
+
+    update: float
+    """Parameters per second of the worker, with idle links."""
+    update_up: float
+    """... while every link copies up at its full rate."""
+    update_down: float
+    update_both: float
+    """... while every link copies both ways."""
+    sum_lanes: float
+    """Bytes per second, read and written, of the worker's sum of several lanes."""
+    host_memory: float
+    """Bytes per second of all traffic to host memory together."""
+    gpu_update: float = 0.0
+    """Parameters per second of each rank, when every rank streams FP32 state up, updates it and writes
+    it back; 0 where it is not measured."""
+
+    copy_latency: float = 5e-6
+    """Seconds per chunk besides its bytes, on a link."""
+    collective_latency: float = 3e-5
+    update_latency: float = 1e-4
+    """Seconds per call of the worker's kernel."""
+    message_latency: float = 2e-4
+    """Seconds from a landing to the worker, and from a publication to the ranks."""
+    synchronous: bool = False
+    """Whether a rank's transfers run one after another on one thread, as on a CPU."""
+
+    def __post_init__(self) -> None:
+        assert self.peers in PEERS, self.peers
+
+    def backward(self, mode: str, partial_budget: float) -> float:
+        """Seconds of one layer's backward; `partial` between measured points by straight lines."""
+        if mode == "keep":
+            return self.backward_keep
+        if mode != "partial":
+            return self.backward_recompute
+        left = (0.0, self.backward_recompute)
+        for point in (*self.backward_partial, (1.0, self.backward_keep)):
+            if partial_budget <= point[0]:
+                share = (partial_budget - left[0]) / max(1e-12, point[0] - left[0])
+                return left[1] + share * (point[1] - left[1])
+            left = point
+        return self.backward_keep
+
+    def scaled(self, factor: float) -> "Rates":
+        """The same machine with `factor` times the tokens in a step: compute takes `factor` as long."""
+        return self.faster("compute", 1 / factor)
+
+    def faster(self, what: str, factor: float) -> "Rates":
+        """The same machine with one of GROUPS `factor` times as fast; latencies stay."""
+        values: dict[str, Any] = {}
+        for name in GROUPS[what]:
+            value = getattr(self, name)
+            if what != "compute":
+                values[name] = value * factor
+            elif name == "backward_partial":
+                values[name] = tuple((budget, seconds / factor) for budget, seconds in value)
+            else:
+                values[name] = value / factor
+        return dataclasses.replace(self, **values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; an unlimited rate is None."""
+        values = dataclasses.asdict(self)
+        return {name: None if value == float("inf") else value for name, value in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> "Rates":
+        """Rates from `to_dict`."""
+        plain: dict[str, Any] = {k: float("inf") if v is None else v for k, v in values.items()}
+        plain["backward_partial"] = tuple(tuple(point) for point in plain.get("backward_partial", ()))
+        return cls(**plain)

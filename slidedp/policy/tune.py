@@ -1,0 +1,82 @@
+"""Finds the best layout of a live run: what the policy predicts, tried on the run's own steps.
+
+Every layout computes the same step, so trials are training. They cost the difference between a trial
+layout and the best one, and the switches.
+"""
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import TYPE_CHECKING
+
+from slidedp.config import Layout
+from slidedp.policy.auto import AutoPolicy, Trial
+from slidedp.policy.calibrate import calibrated
+from slidedp.policy.rates import Rates
+from slidedp.preflight import Plan
+
+if TYPE_CHECKING:
+    from slidedp.session import Run
+
+POLICY = "policy.json"
+"""The decisions, in the run folder."""
+FIRST_TIMELINE = 1
+"""The first step that has a timeline."""
+SETTLE = 2
+"""Steps after a switch that do not count: buffers are new, and a layer may be compiled again."""
+STEPS = 4
+"""Steps whose median is a layout's measured time."""
+
+
+class RunOver(Exception):
+    """The run ended before all trials were done."""
+
+
+class Tuner:
+    """Tries layouts on one run, which nothing else may switch meanwhile."""
+
+    def __init__(self, run: "Run", planned: Plan, rates: Rates, spent: float = 0.0) -> None:
+        """`planned` is the preflight from before the run took its memory, `spent` what `rates` have cost
+        in seconds."""
+        self._run, self._planned, self._rates, self._spent = run, planned, rates, spent
+        self._since = 0  # the first step under the present layout
+        self.policy = AutoPolicy(planned, rates, self.trial, spent)
+
+    def tune(self) -> AutoPolicy:
+        """Calibrates the rates, decides, tries, and leaves the run under the best layout. Blocks for some
+        dozens of steps; the records so far are in the run folder at any time."""
+        run = self._run
+        try:
+            self._until(lambda: run.log.steps_done > FIRST_TIMELINE)
+            rates = calibrated(self._rates, self.policy.workload, run.layout, run.log, FIRST_TIMELINE)
+            self.policy = AutoPolicy(self._planned, rates, self.trial, self._spent)
+            while self.policy.decide() is not None:
+                self.policy.save(run.folder / POLICY)
+            self._switch(self.policy.layout)
+        except RunOver:
+            pass  # the records say how far it came
+        return self.policy
+
+    def trial(self, layout: Layout) -> Trial:
+        """Runs a few steps under `layout`. ConfigError where the host has no room to switch to it."""
+        begun, done = time.monotonic(), self._run.log.steps_done
+        self._switch(layout)
+        start = max(self._since + SETTLE, done)
+        self._until(lambda: self._run.log.steps_done >= start + STEPS)
+        seconds = self._run.metrics()["step_seconds"].loc[start : start + STEPS - 1]
+        return Trial(float(median(seconds)), start + STEPS - done, time.monotonic() - begun)
+
+    def _switch(self, layout: Layout) -> None:
+        run = self._run
+        if layout == run.layout:
+            return
+        expected = len(run.log.events("layout")) + int(run.config.ranks or 1)
+        run.set_layout(layout)
+        self._until(lambda: len(run.log.events("layout")) >= expected)
+        self._since = run.log.events("layout")[-1]["step"]
+
+    def _until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            if not self._run.running:
+                raise RunOver
+            time.sleep(0.02)

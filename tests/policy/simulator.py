@@ -1,0 +1,337 @@
+"""A small discrete-event simulator of one rank and the worker, chunk by chunk.
+
+It shares nothing with the step-time model but the order of transfers, which both take from the engine:
+threads and streams are generators that wait for events and let time pass.
+"""
+
+import heapq
+from collections import deque
+from collections.abc import Generator, Iterator
+from itertools import count
+from typing import Any
+
+from slidedp.config import Layout
+from slidedp.policy.rates import Rates, Workload
+from slidedp.stream.program import Deliver, Fetch, Load, Reduce, Stash, Update, Visits, transfers
+
+Activity = Generator[Any, None, None]
+
+
+class Event:
+    """Something that happens once."""
+
+    def __init__(self) -> None:
+        self.fired, self.waiting = False, []
+
+
+class Clock:
+    """Runs activities; each yields seconds to pass or an event to wait for."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._heap: list[tuple[float, int, Activity]] = []
+        self._turn = count()
+
+    def start(self, activity: Activity, after: float = 0.0) -> None:
+        heapq.heappush(self._heap, (self.now + after, next(self._turn), activity))
+
+    def fire(self, event: Event) -> None:
+        event.fired = True
+        while event.waiting:
+            self.start(event.waiting.pop())
+
+    def run(self) -> None:
+        while self._heap:
+            self.now, _, activity = heapq.heappop(self._heap)
+            for wish in activity:
+                if isinstance(wish, Event):
+                    if wish.fired:
+                        continue
+                    wish.waiting.append(activity)
+                else:
+                    self.start(activity, wish)
+                break
+
+
+class Stream:
+    """Does what is put on it, one after another."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._work, self._idle = clock, deque(), True
+
+    def put(self, activity: Activity) -> None:
+        self._work.append(activity)
+        if self._idle:
+            self._idle = False
+            self._clock.start(self._serve())
+
+    def _serve(self) -> Activity:
+        while self._work:
+            yield from self._work.popleft()
+        self._idle = True
+
+
+class Events(dict):
+    def __missing__(self, key: Any) -> Event:
+        return self.setdefault(key, Event())
+
+
+def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> float:
+    """Seconds of the last step. For two or more ranks, `sharded` or `replicated`, `gpu` or `cpu`; the
+    rates must not depend on what else is busy."""
+    clock, events, visits = Clock(), Events(), Visits(w.layers)
+    up, down, between = Stream(clock), Stream(clock), Stream(clock)
+    state_in, updates, state_out = Stream(clock), Stream(clock), Stream(clock)
+    there = layout.updated_on_gpu(w.layers)
+    modes, window = layout.activation_modes(w.layers), min(layout.window, w.layers)
+    slots = min(layout.gradient_slots, w.layers)
+    program = transfers(w.layers, window, modes, w.tied, there, layout.schedule)
+    head = w.layers + 1
+    lanes = w.ranks if layout.reduction == "cpu" else 1
+    ends: list[float] = []
+
+    def chunks(unit: int) -> Iterator[float]:
+        """Bytes of each chunk."""
+        left = w.unit_params(unit) * w.itemsize
+        number = -(-left // layout.chunk_bytes)
+        for _ in range(number):
+            yield left / number
+
+    def fire(key: Any, after: float = 0.0) -> Activity:
+        if after:
+            yield after
+        clock.fire(events[key])
+
+    def copy_up(size: float, waits: list[Any], done: Any) -> Activity:
+        for key in waits:
+            yield events[key]
+        yield size / r.up_all + r.copy_latency
+        clock.fire(events[done])
+
+    def gather(size: float, waits: list[Any], done: Any) -> Activity:
+        for key in waits:
+            yield events[key]
+        yield size / r.all_gather + r.collective_latency
+        clock.fire(events[done])
+
+    def scatter(size: float, waits: list[Any], done: Any) -> Activity:
+        for key in waits:
+            yield events[key]
+        yield size / r.reduce_scatter + r.collective_latency
+        clock.fire(events[done])
+
+    def land(size: float, waits: list[Any], done: Any) -> Activity:
+        for key in waits:
+            yield events[key]
+        yield size / r.down_all + r.copy_latency
+        clock.fire(events[done])
+
+    def move(size: float, rate: float, waits: list[Any], done: Any) -> Activity:
+        for key in waits:
+            yield events[key]
+        yield size / rate
+        clock.fire(events[done])
+
+    order = sorted(there, reverse=layout.schedule == "in_backward")
+    pieces = [(unit, i, size / w.itemsize / w.ranks) for unit in order for i, size in enumerate(chunks(unit))]
+
+    def load(step: int, place: int) -> Activity:
+        """Brings up the state of the place-th piece of a step once its buffer and its last writing allow."""
+        unit, chunk, share = pieces[place]
+        if place >= layout.update_slots:
+            yield events["written", step, *pieces[place - layout.update_slots][:2]]
+        if step:
+            yield events["written", step - 1, unit, chunk]
+        yield share * 12 / 14 / r.gpu_update
+        clock.fire(events["loaded", step, unit, chunk])
+
+    def update_chunk(step: int, unit: int, chunk: int, share: float) -> Activity:
+        yield events["loaded", step, unit, chunk]
+        yield events["landed", step, unit, chunk]
+        yield share * 28 / r.device_copy
+        clock.fire(events["updated", step, unit, chunk])
+
+    def write(step: int, unit: int, chunk: int, share: float) -> Activity:
+        yield events["updated", step, unit, chunk]
+        yield share / r.gpu_update
+        clock.fire(events["written", step, unit, chunk])
+
+    def gather_fresh(step: int, unit: int, chunk: int, size: float, done: Any) -> Activity:
+        yield events["updated", step - 1, unit, chunk]
+        yield size / r.all_gather + r.collective_latency
+        clock.fire(events[done])
+
+    def publish_written(step: int, unit: int, chunk: int) -> Activity:
+        yield events["written", step, unit, chunk]
+        yield 2 * r.message_latency
+        clock.fire(events["published", step + 1, unit])
+
+    def transfer_thread() -> Activity:
+        occupant: dict[Any, Any] = {}
+        for step in range(steps):
+            fetches: list[int] = []
+            for t in program:
+                if isinstance(t, Load):
+                    for place in range(len(pieces)):
+                        state_in.put(load(step, place))
+                    continue
+                unit = t.unit
+                if isinstance(t, Update):
+                    if layout.schedule == "in_forward":
+                        yield events["coefficients", step]
+                    number = len(list(chunks(unit)))
+                    for each, chunk, share in pieces:
+                        if each == unit:
+                            updates.put(update_chunk(step, unit, chunk, share))
+                            state_out.put(write(step, unit, chunk, share))
+                    clock.start(publish_written(step, unit, number - 1))
+                elif isinstance(t, Deliver) and step and t.visit <= window and unit in there:
+                    sizes = list(chunks(unit))
+                    for i, size in enumerate(sizes):
+                        key = ("delivered", step, t.visit)
+                        done = key if i == len(sizes) - 1 else (*key, i)
+                        between.put(gather_fresh(step, unit, i, size, done))
+                    edge = unit == 0
+                    slot = ("edge", unit if w.tied else 0) if edge else ("layer", unit % window)
+                    occupant[slot] = ("visited", step, t.release)
+                elif isinstance(t, Deliver):
+                    if t.visit <= visits.head and step:
+                        yield events["published", step, unit]
+                    edge = unit in (0, head)
+                    slot = ("edge", unit if w.tied else 0) if edge else ("layer", unit % window)
+                    free = [occupant[slot]] if slot in occupant else []
+                    occupant[slot] = ("visited", step, t.release)
+                    sizes = list(chunks(unit))
+                    done: Any = None
+                    for i, size in enumerate(sizes):
+                        key = ("delivered", step, t.visit)
+                        done = key if i == len(sizes) - 1 else (*key, i)
+                        if layout.delivery == "replicated":
+                            up.put(copy_up(size, free, done))
+                        else:
+                            up.put(copy_up(size / w.ranks, free, (*key, i, "copied")))
+                            between.put(gather(size, [*free, (*key, i, "copied")], done))
+                elif isinstance(t, Reduce):
+                    sizes = list(chunks(unit))
+                    ring = lanes > 1 if layout.schedule == "in_forward" else layout.landing == "ring"
+                    landing = [layer for layer in range(w.layers, 0, -1) if layer not in there]
+                    if ring and unit in landing[4:]:
+                        yield events["consumed", step, landing[landing.index(unit) - 4]]
+                    for i, size in enumerate(sizes):
+                        key, ready = ("landed", step, unit, i), ("gradient", step, unit)
+                        if layout.reduction == "cpu":
+                            down.put(land(size, [ready], key))
+                        elif unit in there:
+                            between.put(scatter(size, [ready], (*key, "reduced")))
+                            copy = r.device_copy / 2
+                            down.put(move(size / w.ranks, copy, [(*key, "reduced")], key))
+                        else:
+                            between.put(scatter(size, [ready], (*key, "reduced")))
+                            down.put(land(size / w.ranks, [(*key, "reduced")], key))
+                        if unit not in there or layout.schedule == "in_forward":
+                            clock.start(report(step, unit, i))
+                    down.put(fire(("reduced", step, unit)))
+                elif isinstance(t, Stash):
+                    held = ("visited", step, visits.forward(unit))
+                    down.put(move(w.input_bytes, r.down_all, [held], ("stashed", step, unit)))
+                elif isinstance(t, Fetch):
+                    waits = [("stashed", step, unit)]
+                    if len(fetches) >= 2:
+                        waits.append(("visited", step, visits.backward(fetches[-2])))
+                    fetches.append(unit)
+                    up.put(move(w.input_bytes, r.up_all, waits, ("fetched", step, unit)))
+
+    def compute_thread() -> Activity:
+        outgoing: list[Any] = []
+        again = {t.visit for t in program if isinstance(t, Deliver) and t.visit > visits.head}
+        for step in range(steps):
+
+            def visit(number: int, seconds: float, step: int = step) -> Activity:
+                if number <= visits.head or number in again:
+                    yield events["delivered", step, number]
+                yield seconds
+                clock.fire(events["visited", step, number])
+
+            def submit(unit: int, before: Any, step: int = step) -> Activity:
+                if before is not None:
+                    yield events[before]
+                yield 2 * w.unit_params(unit) * w.itemsize / r.device_copy
+                clock.fire(events["gradient", step, unit])
+
+            yield from visit(0, r.embed_forward)
+            for unit in range(1, head):
+                if modes[unit - 1] == "offload":
+                    yield events["delivered", step, unit]
+                    if len(outgoing) >= 2:
+                        yield events[outgoing[-2]]
+                    outgoing.append(("stashed", step, unit))
+                yield from visit(unit, r.forward)
+            yield from visit(visits.head, r.head)
+            yield from submit(head, ("reduced", step - 1, 0) if step and not w.tied else None)
+            for unit in range(w.layers, 0, -1):
+                if modes[unit - 1] == "offload":
+                    yield events["fetched", step, unit]
+                seconds = r.backward(modes[unit - 1], layout.partial_budget)
+                yield from visit(visits.backward(unit), seconds)
+                earlier: Any = ("reduced", step, unit + slots) if unit + slots <= w.layers else None
+                if earlier is None and step:
+                    earlier = ("reduced", step - 1, (unit - 1) % slots + 1)
+                yield from submit(unit, earlier)
+            yield r.embed_backward
+            yield from submit(0, None if w.tied else ("reduced", step, head))
+            clock.fire(events["visited", step, visits.embed_backward])
+            ends.append(clock.now)
+
+    # --- the worker: one activity that takes work from a heap -------------------------------------
+
+    waiting: list[tuple[Any, float, int, int]] = []
+    left: dict[tuple[int, int], int] = {}
+    arrived = [Event()]
+
+    def report(step: int, unit: int, chunk: int) -> Activity:
+        yield events["landed", step, unit, chunk]
+        yield r.message_latency
+        number = len(list(chunks(unit)))
+        if layout.schedule == "in_forward":
+            turn: Any = (step, clock.now)
+            work = w.unit_params(unit) * w.itemsize * (lanes + 1) / r.sum_lanes if lanes > 1 else 0.0
+            work += r.update_latency if lanes > 1 else 0.0
+        else:
+            turn = (step, unit if layout.landing == "full" else -unit)
+            state = 26 if w.itemsize == 2 else 24
+            work = w.unit_params(unit) / r.update * (state + lanes * w.itemsize) / (state + w.itemsize)
+            work += number * r.update_latency
+        heapq.heappush(waiting, (turn, chunk, step, unit, work / number))
+        left.setdefault((step, unit), number)
+        clock.fire(arrived[0])
+
+    def worker() -> Activity:
+        units = range(w.layers + 2)
+        finished = {step: 0 for step in range(steps)}
+        expected = len(units) - (len(there) if layout.schedule == "in_backward" else 0)
+        while min(finished.values()) < expected:
+            while not waiting:
+                arrived[0] = Event()
+                yield arrived[0]
+            *_, step, unit, work = heapq.heappop(waiting)
+            yield work
+            left[step, unit] -= 1
+            if left[step, unit]:
+                continue
+            finished[step] += 1
+            clock.start(fire(("consumed", step, unit), r.message_latency))
+            if layout.schedule == "in_backward":
+                clock.start(fire(("published", step + 1, unit), r.message_latency))
+            elif finished[step] == len(units):
+                clock.start(fire(("coefficients", step), r.message_latency))
+                for each in units:
+                    if each in there:
+                        continue
+                    yield w.unit_params(each) / r.update + len(list(chunks(each))) * r.update_latency
+                    clock.start(fire(("published", step + 1, each), r.message_latency))
+
+    for activity in (transfer_thread(), compute_thread(), worker()):
+        clock.start(activity)
+    clock.run()
+    assert len(ends) == steps, "the simulated step deadlocked"
+    return ends[-1] - ends[-2]

@@ -1,0 +1,268 @@
+"""AutoPolicy: budgets, the best mix of activation modes, records, overrides; and whole runs that tune."""
+
+import dataclasses
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Qwen3Config
+
+from slidedp import Config, ConfigError, Data, Layout, Optimizer, cli, launch, open_run
+from slidedp.policy.auto import FIELDS, GPU_SHARE, STAGES, TIE, AutoPolicy, Trial
+from slidedp.policy.calibrate import calibrated
+from slidedp.policy.machines import H200, MACHINES
+from slidedp.policy.probe import cache_folder, probe
+from slidedp.policy.records import Record, load_records
+from slidedp.policy.step_time import predict
+from slidedp.policy.tune import POLICY
+from slidedp.policy.workload import workload_of
+from slidedp.preflight import Plan, plan, under
+from slidedp.telemetry import RunLog
+from tests.launching import nothing_left, small_config, until
+
+LAYERS = 5
+GIB = 2**30
+
+
+def planned(batch: int = 16, clip: float | None = None, device: int | None = 80, host: int = 500) -> Plan:
+    """A run of a wide and shallow model on two ranks with this much memory, in GiB."""
+    model = Qwen3Config(
+        vocab_size=32000,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+    )
+    config = Config(
+        model=model,
+        data=Data(path="unused"),
+        batch_size=2 * batch,
+        ranks=2,
+        device="cpu",
+        compute_dtype="bfloat16",
+        compile=True,
+        optimizer=Optimizer(clip_norm=clip),
+        host_memory_budget=host,
+    )
+    return dataclasses.replace(plan(config), device_available=None if device is None else device * GIB)
+
+
+WIDE = planned()
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(machine=st.sampled_from(MACHINES), device=st.floats(1, 60), host=st.floats(15, 60), late=st.booleans())
+def test_a_layout_over_budget_is_never_proposed(machine, device, host, late):
+    there = dataclasses.replace(WIDE, device_available=int(device * GIB), host_available=int(host * GIB))
+    rates = machine.rates(workload_of(there))
+    try:
+        policy = AutoPolicy(there, rates)
+    except ConfigError as error:
+        assert "not enough" in str(error)
+        return
+    policy.decide_all()
+    for record in policy.records:
+        chosen = under(there, Layout(**record.choice.layout))
+        assert chosen.host_bytes <= there.host_available
+        assert sum(chosen.device.values()) <= GPU_SHARE * there.device_available
+        for candidate in record.candidates:
+            same = under(there, Layout(**candidate.layout))
+            assert candidate.gpu_bytes == sum(same.device.values())
+            assert candidate.host_bytes == same.host_bytes
+
+
+@pytest.mark.parametrize("device", [9, 12, 16, 24])
+@pytest.mark.parametrize("batch", [4, 24])
+def test_activation_modes_are_as_good_as_any_mix(device, batch):
+    """Against every assignment of modes to layers, for the layout that the stages before led to."""
+    there = planned(batch, device=device)
+    workload = workload_of(there)
+    rates = H200.rates(workload)
+    policy = AutoPolicy(there, rates)
+    while policy.decide().stage != "activations":
+        pass
+    chosen = policy.layout
+    best = float("inf")
+    for counts in itertools.product(range(LAYERS + 1), repeat=3):
+        if sum(counts) > LAYERS:
+            continue
+        modes = [*["offload"] * counts[0], *["recompute"] * counts[1], *["partial"] * counts[2]]
+        modes += ["keep"] * (LAYERS - len(modes))
+        for budget in (0.2, 0.35, 0.5, 0.75) if counts[2] else (0.5,):
+            layout = dataclasses.replace(chosen, activations=tuple(modes), partial_budget=budget)
+            memory = sum(under(there, layout).device.values())
+            if memory <= GPU_SHARE * there.device_available:
+                best = min(best, predict(workload, rates, layout).step_seconds)
+    # Two modes at most, and one partial budget: in integers that may miss a fraction of one layer.
+    assert predict(workload, rates, chosen).step_seconds <= best * 1.03
+
+
+def test_spare_memory_is_spent_only_where_it_gains():
+    """Host-bound work gets the leanest layout that is as fast; GPU-bound work fills the memory."""
+    shares = []
+    for batch in (1, 32):
+        there = planned(batch, device=24)
+        policy = AutoPolicy(there, H200.rates(workload_of(there)))
+        policy.decide_all()
+        shares.append(policy.records[-1].choice.gpu_bytes / there.device_available)
+    assert shares[0] < 0.3 and shares[1] > 0.7
+
+
+def test_clipping_forbids_updates_in_backward():
+    policy = AutoPolicy(planned(clip=1.0), H200.rates(workload_of(WIDE)))
+    policy.decide_all()
+    layouts = [candidate.layout for record in policy.records for candidate in record.candidates]
+    assert {layout["schedule"] for layout in layouts} == {"in_forward"}
+
+
+def test_records_tell_why_and_survive_json(tmp_path):
+    policy = AutoPolicy(WIDE, H200.rates(workload_of(WIDE)))
+    policy.decide_all()
+    assert [record.stage for record in policy.records] == list(STAGES)
+    policy.save(tmp_path / "policy.json")
+    assert load_records(tmp_path / "policy.json") == policy.records
+    for record in policy.records:
+        assert record.choice.note in repr(record) and "<table>" in record._repr_html_()
+        assert record.choice.fits and record.why and record.flip
+    stale = policy.records[0].to_dict() | {"schema": 0}
+    with pytest.raises(ValueError, match="schema 0"):
+        Record.from_dict(stale)
+
+
+def test_an_override_holds_through_the_stages_after_it():
+    policy = AutoPolicy(WIDE, H200.rates(workload_of(WIDE)))
+    policy.decide_all()
+    before = policy.layout
+    route = policy.records[0]
+    worst = max(range(9), key=lambda i: route.candidates[i].predicted_seconds)
+    record = policy.override("route", worst)
+    assert record.overridden and policy.records == [record] and not policy.done
+    policy.decide_all()
+    for later in policy.records[1:]:
+        for candidate in later.candidates:
+            if candidate.note != "the config's layout":
+                assert all(candidate.layout[f] == record.choice.layout[f] for f in FIELDS["route"])
+    assert policy.layout != before
+
+    given_layout = dataclasses.replace(policy.layout, window=5)
+    policy.override("buffers", given_layout)
+    policy.decide_all()
+    assert policy.layout.window == 5
+    with pytest.raises(ConfigError, match="candidate 99 of route: expected 0 to 8"):
+        policy.override("route", 99)
+    with pytest.raises(ConfigError, match="stage 'rout' is not decided"):
+        policy.override("rout", 0)
+
+
+def test_what_was_measured_decides_and_its_cost_is_reported():
+    """The model's favourite is slow in fact: the next one wins, and the final record does the sums."""
+    tried = []
+
+    def trial(layout: Layout) -> Trial:
+        tried.append(layout)
+        seconds = 2.0 if len(tried) == 1 else 1.5 if layout == WIDE.config.layout else 1.0
+        return Trial(seconds, 6, 6 * seconds)
+
+    policy = AutoPolicy(WIDE, H200.rates(workload_of(WIDE)), trial, spent=4.0)
+    policy.decide_all()
+    measure, final = policy.records[-2:]
+    assert 3 <= len(tried) <= 5 and measure.chosen != 0 and measure.choice.seconds == 1.0
+    assert policy.layout == tried[measure.chosen]
+    assert measure.cost_seconds == pytest.approx(6 * 1.0 + 6 * 0.5)  # beyond what the best would have taken
+    assert final.cost_seconds >= 4.0 + measure.cost_seconds
+    assert "saves 0.500 s (measured)" in final.why and "break-even after" in final.why
+
+
+def test_equal_predictions_go_to_the_layout_with_less_memory():
+    policy = AutoPolicy(planned(1), H200.rates(workload_of(planned(1))))
+    policy.decide_all()
+    record = policy.records[3]
+    as_fast = [c for c in record.candidates if c.fits and c.seconds <= record.choice.seconds * (1 - TIE)]
+    assert not as_fast
+
+
+# --- on real ranks --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory) -> tuple[RunLog, list[Record]]:
+    """The log and the decisions of a run with `layout="auto"` on two CPU ranks, from start to end."""
+    folder = tmp_path_factory.mktemp("auto")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    optimizer = Optimizer(lr=1e-2, eps=1e-6, clip_norm=None)
+    config = small_config(folder, layout="auto", optimizer=optimizer, run_folder=str(folder / "run"))
+    with nothing_left(), launch(config) as run:
+        until(lambda: run.tuner.policy.done, "the policy has decided")
+        until(lambda: run.layout == run.tuner.policy.layout, "the run has the chosen layout")
+        log, records = run.log, run.tuner.policy.records
+        done = log.steps_done
+        until(lambda: log.steps_done > done + 20, "the run goes on")
+        run.stop()
+        run.wait()
+    assert cache_folder() == folder / "cache" / "slidedp"
+    rates = probe(config)  # from the cache: no process starts
+    assert calibrated(rates, workload_of(plan(config)), run.layout, log, 0) == rates  # no timeline there
+    patch.undo()
+    return log, records
+
+
+def test_a_run_tunes_itself_on_its_own_steps(tuned):
+    log, records = tuned
+    assert [record.stage for record in records] == list(STAGES)
+    assert load_records(log.folder / POLICY) == records
+    measure, final = records[-2:]
+    assert all(candidate.measured_seconds is not None for candidate in measure.candidates)
+    assert measure.choice.seconds == min(c.seconds for c in measure.candidates)
+    assert final.choice.layout == measure.choice.layout
+    switches = {event["step"] for event in log.events("layout")}
+    assert len(switches) >= len(measure.candidates) - 1
+    # Trials are training: the loss falls across all the switches.
+    loss = open_run(log.folder).metrics()["loss"]
+    assert loss.iloc[-10:].mean() < 0.7 * loss.iloc[:3].mean()
+
+
+def test_a_timeline_corrects_compute(tuned):
+    """Rates that are wrong by a factor come back to what the step's own spans say."""
+    log, _ = tuned
+    step = log.sampled_steps()[-1]
+    spans = log.timeline(step)
+    layout = _layout_of(log, step)
+    workload = dataclasses.replace(workload_of(WIDE), layers=5)
+    wrong = H200.rates(workload)
+    right = calibrated(wrong, workload, layout, log, step)
+    layers = spans[spans["unit"].str.startswith("layers.")]
+    for phase, found in (
+        ("forward", right.forward),
+        ("backward", right.backward(layout.activation_modes(5)[0], 0.5)),
+    ):
+        rows = layers[layers["phase"] == phase]
+        assert found == pytest.approx((rows["end"] - rows["start"]).median() / 1e3)
+    assert json.dumps(right.to_dict())
+
+
+def _layout_of(log: RunLog, step: int) -> Layout:
+    """The layout at the end of a tuned run."""
+    assert step > max(event["step"] for event in log.events("layout"))
+    return Layout(**load_records(log.folder / POLICY)[-1].choice.layout)
+
+
+@pytest.mark.slow
+def test_command_line_probes_and_tunes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    small_config(tmp_path)  # writes the model and the samples
+    file = tmp_path / "config.toml"
+    file.write_text(
+        f'model = "{tmp_path / "model"}"\nlayout = "auto"\nsequence_length = 16\nbatch_size = 4\n'
+        f'ranks = 2\ndevice = "cpu"\n[data]\npath = "{tmp_path / "data"}"\n'
+    )
+    assert cli.main(["probe", str(file)]) == 0
+    assert json.loads(capsys.readouterr().out)["synchronous"] is True
+    assert cli.main(["tune", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "measure: Which of the best predictions" in out and "[layout]\ndelivery = " in out

@@ -1,0 +1,210 @@
+"""The step-time model: against an independent simulator, its own bounds, and statements of the paper."""
+
+import dataclasses
+import itertools
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slidedp.config import DELIVERIES, REDUCTIONS, Layout
+from slidedp.policy.explain import explain, regime_change
+from slidedp.policy.machines import BRIDGED, H200, MACHINES, NVSWITCH, UNBRIDGED, WORKSTATION
+from slidedp.policy.rates import GROUPS, Rates, Workload
+from slidedp.policy.step_time import Prediction, predict
+from tests.policy.simulator import simulate
+
+
+def qwen3_8b(ranks: int, batch: int, layers: int = 36) -> Workload:
+    """Sizes of Qwen3-8B with `batch` sequences of 1,024 tokens per rank."""
+    hidden, vocabulary, tokens, layer = 4096, 151936, batch * 1024, 192_946_432
+    return Workload(
+        layers=layers,
+        layer_params=layer,
+        embed_params=vocabulary * hidden,
+        head_params=vocabulary * hidden + hidden,
+        tied=False,
+        ranks=ranks,
+        tokens=tokens,
+        itemsize=2,
+        input_bytes=tokens * hidden * 2,
+        kept_bytes=tokens * 126 * 1024,
+        layer_flops=tokens * (2.0 * layer + 2.0 * hidden * 1024),
+        head_flops=6.0 * tokens * vocabulary * hidden,
+    )
+
+
+layouts = st.builds(
+    lambda pattern, reduction, gpu_updates, **fields: Layout(
+        activations=tuple(pattern[i % len(pattern)] for i in range(LAYERS)),
+        reduction=reduction,
+        gpu_updates=gpu_updates if reduction == "gpu" else 0,
+        **fields,
+    ),
+    pattern=st.lists(st.sampled_from(("keep", "recompute", "offload", "partial")), min_size=1, max_size=5),
+    delivery=st.sampled_from(DELIVERIES),
+    reduction=st.sampled_from(REDUCTIONS),
+    chunk_bytes=st.sampled_from([2**20 * m for m in (16, 64)]),
+    window=st.integers(1, 5),
+    gradient_slots=st.integers(1, 3),
+    schedule=st.sampled_from(("in_forward", "in_backward")),
+    landing=st.sampled_from(("full", "ring")),
+    gpu_updates=st.integers(0, 9),
+    update_slots=st.integers(2, 8),
+)
+LAYERS = 7
+machines = st.sampled_from(MACHINES)
+# Fixed examples in CI, fresh ones elsewhere.
+examples = settings(max_examples=150, deadline=None, derandomize="CI" in os.environ)
+
+
+@examples
+@given(layout=layouts, tied=st.booleans(), log=st.tuples(*[st.floats(-1.5, 1.5)] * 5))
+def test_agrees_with_a_simulator_that_moves_every_chunk(layout, tied, log):
+    """With rates that do not depend on each other, over three orders of magnitude of balance."""
+    compute, link, collective, update, batch = (10.0**x for x in log)
+    layout = dataclasses.replace(
+        layout,
+        delivery="replicated" if layout.delivery == "broadcast" else layout.delivery,
+        reduction="cpu" if layout.reduction == "gpu_root" else layout.reduction,
+    )
+    workload = dataclasses.replace(qwen3_8b(2, max(1, round(4 * batch)), LAYERS), tied=tied)
+    if tied:
+        workload = dataclasses.replace(workload, head_params=4096)
+    rates = dataclasses.replace(
+        H200.rates(workload).faster("compute", compute).faster("collectives", collective),
+        **{name: 50e9 * link for name in GROUPS["links"]},
+        **{name: 5e9 * update for name in GROUPS["update"] if name != "sum_lanes"},
+        sum_lanes=50e9 * update,
+        under_update=1.0,
+        host_memory=1e15,
+    )
+    p = predict(workload, rates, layout)
+    # The simulator has a link of its own for the state of updates on the GPU.
+    expected = max(simulate(workload, rates, layout), p.demand["to_device"], p.demand["to_host"])
+    assert p.step_seconds == pytest.approx(expected, rel=0.06)
+
+
+@examples
+@given(layout=layouts, machine=machines, ranks=st.integers(1, 8), batch=st.integers(1, 64))
+def test_never_under_the_capacity_bound(layout, machine, ranks, batch):
+    workload = qwen3_8b(ranks, batch, LAYERS)
+    p = predict(workload, machine.rates(workload), layout)
+    assert p.step_seconds >= p.bound_seconds == max(p.demand.values())
+    assert p.step_seconds >= 0.999 * (p.compute_seconds + sum(p.exposed.values()))
+
+
+@examples
+@given(
+    layout=layouts,
+    machine=machines,
+    ranks=st.integers(1, 8),
+    batch=st.integers(1, 64),
+    group=st.sampled_from(sorted(GROUPS)),
+    factor=st.floats(1.01, 20.0),
+)
+def test_more_speed_is_never_predicted_slower(layout, machine, ranks, batch, group, factor):
+    workload = qwen3_8b(ranks, batch, LAYERS)
+    rates = machine.rates(workload)
+    before = predict(workload, rates, layout).step_seconds
+    after = predict(workload, rates.faster(group, factor), layout).step_seconds
+    assert after <= before * (1 + 1e-3)
+
+
+# --- what the paper says of its machines --------------------------------------------------------
+
+
+def best(machine, workload, names=DELIVERIES, **fields) -> tuple[str, Prediction]:
+    """The delivery with the shortest predicted step, and its prediction."""
+    rates = machine.rates(workload)
+    found = {d: predict(workload, rates, Layout(delivery=d, **fields)) for d in names}
+    name = min(found, key=lambda d: found[d].step_seconds)
+    return name, found[name]
+
+
+@pytest.mark.parametrize("schedule", ["in_forward", "in_backward"])
+def test_removing_the_bridge_reverses_the_delivery_of_host_bound_work_only(schedule):
+    pair = ("replicated", "sharded")
+    small, large = qwen3_8b(2, 1), qwen3_8b(2, 64)
+
+    def spread(machine, workload):
+        steps = [best(machine, workload, (d,), schedule=schedule)[1].step_seconds for d in pair]
+        return max(steps) / min(steps) - 1
+
+    with_bridge, without = (best(m, small, pair, schedule=schedule) for m in (BRIDGED, UNBRIDGED))
+    assert with_bridge[1].host_bound and without[1].host_bound
+    assert (with_bridge[0], without[0]) == ("sharded", "replicated")
+    assert min(spread(BRIDGED, small), spread(UNBRIDGED, small)) > 0.05
+    assert not best(UNBRIDGED, large, schedule=schedule)[1].host_bound
+    assert max(spread(BRIDGED, large), spread(UNBRIDGED, large)) < 0.02
+
+
+def test_a_workstation_without_peer_links_replicates_and_a_switched_server_shards():
+    assert best(WORKSTATION, qwen3_8b(4, 4))[0] == "replicated"
+    assert best(NVSWITCH, qwen3_8b(4, 4))[0] == "sharded"
+
+
+def test_fewer_bytes_do_not_shorten_a_step_that_is_bound_elsewhere():
+    """Sharding quarters what the links deliver; where compute binds, nothing comes of it."""
+    for batch, gains in ((1, True), (64, False)):
+        workload = qwen3_8b(4, batch)
+        rates = NVSWITCH.rates(workload)
+        more, fewer = (predict(workload, rates, Layout(delivery=d)) for d in ("replicated", "sharded"))
+        assert fewer.demand["to_device"] < 0.3 * more.demand["to_device"]
+        assert (fewer.step_seconds < 0.95 * more.step_seconds) == gains
+        assert fewer.step_seconds > 0.995 * more.step_seconds or gains
+
+
+def test_strong_scaling_exposes_host_work():
+    """The same global batch on more ranks: compute shrinks with the ranks, the host's work does not."""
+    shares = []
+    for ranks in (1, 2, 4, 8):
+        workload = qwen3_8b(ranks, 64 // ranks)
+        p = predict(workload, NVSWITCH.rates(workload), Layout())
+        shares.append(sum(p.exposed.values()) / p.step_seconds)
+    assert shares == sorted(shares) and shares[0] < 0.1 and shares[-1] > 0.5
+
+
+def test_weak_scaling_on_a_switched_server_stays_above_nine_tenths():
+    steps = []
+    for ranks in (2, 8):
+        workload = qwen3_8b(ranks, 64)
+        steps.append(predict(workload, NVSWITCH.rates(workload), Layout()).step_seconds)
+    assert steps[0] / steps[1] > 0.9
+
+
+# --- what else it returns -----------------------------------------------------------------------
+
+
+def test_timeline_is_one_steady_step_in_the_engines_own_terms():
+    workload = qwen3_8b(2, 16)
+    rates = H200.rates(workload)
+    p = predict(workload, rates, Layout(schedule="in_backward"), timeline=True)
+    compute = [s for s in p.timeline if s.track == "compute"]
+    assert [s.phase for s in compute if s.unit == "head" and s.phase != "wait delivery"] == ["head"]
+    assert sum(s.phase == "backward" for s in compute) == workload.layers
+    assert all(a.end <= b.start + 1e-6 for a, b in itertools.pairwise(compute))
+    assert compute[0].start >= 0 and compute[-1].end <= p.step_seconds * 1e3 + 1e-6
+    waits = sum(s.end - s.start for s in compute if s.phase.startswith("wait")) / 1e3
+    assert waits == pytest.approx(sum(p.exposed.values()), rel=1e-6)
+    updates = sum(s.end - s.start for s in p.timeline if s.track == "update") / 1e3
+    assert updates == pytest.approx(p.demand["update"], rel=0.02)
+    assert predict(workload, rates, Layout(schedule="in_backward")).timeline == ()
+
+
+def test_explanation_names_what_binds_and_the_batch_at_which_that_changes():
+    workload = qwen3_8b(2, 8)
+    rates = H200.rates(workload)
+    factor = regime_change(workload, rates, Layout())
+    assert factor is not None and factor > 1
+    for times, bound in ((factor * 0.95, True), (factor * 1.05, False)):
+        assert predict(workload.scaled(times), rates.scaled(times), Layout()).host_bound == bound
+    text = explain(workload, rates, Layout())
+    assert "the optimizer worker decides it" in text and f"{round(8192 * factor):,} tokens" in text
+    assert "turns host-bound" in explain(workload.scaled(8), rates.scaled(8), Layout())
+
+
+def test_rates_survive_json():
+    rates = dataclasses.replace(WORKSTATION.rates(qwen3_8b(4, 4)), all_gather=float("inf"))
+    assert Rates.from_dict(rates.to_dict()) == rates
