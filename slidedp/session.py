@@ -32,7 +32,7 @@ from slidedp.host import worker as worker_process
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.memory import Handle
 from slidedp.host.state import HostState, StateHandle
-from slidedp.host.worker import SetLayout, Stop
+from slidedp.host.worker import Profile, SetLayout, Stop
 from slidedp.model.families import flops_per_token, skeleton
 from slidedp.model.load import check_pretrained, fill_random, load_pretrained
 from slidedp.model.save import export
@@ -41,7 +41,7 @@ from slidedp.policy.probe import probe
 from slidedp.policy.rates import Rates
 from slidedp.policy.tune import Tuner
 from slidedp.preflight import Plan, plan, under, with_layout
-from slidedp.telemetry import RUN, RunLog, describe
+from slidedp.telemetry import RUN, TRACES, RunLog, describe
 
 SAMPLES = "samples"
 """Folder of the run folder that holds the samples made from text."""
@@ -159,6 +159,7 @@ class Run:
         self._running: dict[int, Any] = {}
         self._pipes: list[Connection] = []
         self._stopping = self._closing = False
+        self._recordings = 0
         self._over = threading.Event()
         self._rendezvous = tempfile.TemporaryDirectory(prefix="slidedp-")
         self.log = RunLog.create(folder, describe(config, flops, preflight.parameters))
@@ -190,6 +191,7 @@ class Run:
             landing,
             str(Path(samples.folder).absolute()),
             f"{self._rendezvous.name}/ranks",
+            str(self.folder / TRACES),
         )
         # By file: what does not fit a pipe would make each process wait for the imports of the last.
         setup = Path(self._rendezvous.name, "setup")
@@ -424,7 +426,24 @@ class Run:
         self.tuner = Tuner(self, planned or self.plan, rates, spent)
         threading.Thread(target=self.tuner.tune, name="slidedp-tune", daemon=True).start()
 
-    def _command(self, command: SetLayout | Stop) -> None:
+    def profile(self, steps: int = 2) -> None:
+        """Records the next `steps` steps of every rank with torch.profiler. Returns at once; each rank
+        writes `traces/<host>_<rank>.<first step>.pt.trace.json.gz` into the run folder when they are done.
+
+        `slidedp.trace` and `slidedp.widgets.TraceView` show them; TensorBoard's profiler plugin and
+        Perfetto open them too. Recorded steps are slower, and every rank pauses to write its trace.
+        """
+        if not self.running:
+            raise ConfigError(f"profile: the run is {self.status}; record steps of a run that goes on")
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ConfigError(f"profile: steps={steps!r}: expected an integer of at least 1")
+        written = len(self.log.events("trace"))
+        if written < self._recordings * int(self.config.ranks or 1):
+            raise ConfigError("profile: a recording is under way; wait until its traces are written")
+        self._recordings += 1
+        self._command(Profile(steps))
+
+    def _command(self, command: SetLayout | Stop | Profile) -> None:
         with contextlib.suppress(OSError):  # the run has just ended by itself
             if self.running:
                 self._pipes[-1].send(command)

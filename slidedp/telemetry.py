@@ -17,6 +17,8 @@ from slidedp.errors import ConfigError
 
 EVENTS = "events.jsonl"
 RUN = "run.json"
+TRACES = "traces"
+"""Folder of the run folder that `Run.profile` writes to."""
 
 
 class RunLog:
