@@ -8,6 +8,7 @@ import gzip
 import json
 import logging
 import re
+import warnings
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -170,7 +171,7 @@ def events(recording: Recording, rank: int = 0, step: int | None = None) -> pd.D
     began, ended = recording.began(step), recording.ended(step)
     table = trace.events
     table = table[table["category"].isin([*DEVICE, "cpu_op"])]
-    start = (table["ts"] + trace.base - began) / 1e3
+    start = (table["ts"] + (trace.base - began)) / 1e3  # in this order: a double holds 1/4 µs since 1970
     table = table.assign(start=start, end=start + table["dur"] / 1e3)
     table = table[(table["end"] > 0) & (table["start"] < (ended - began) / 1e3)]
     parts = []
@@ -185,7 +186,7 @@ def events(recording: Recording, rank: int = 0, step: int | None = None) -> pd.D
 def _outermost(ends: np.ndarray) -> np.ndarray:
     """Of nested intervals sorted by their start: those that lie in no other."""
     latest = np.maximum.accumulate(ends)
-    return np.concatenate([[True], ends[1:] > latest[:-1]])
+    return np.concatenate([[True], ends[1:] > latest[:-1] + 1e-5])
 
 
 def _row_name(part: pd.DataFrame) -> str:
@@ -213,7 +214,7 @@ def memory(recording: Recording, rank: int = 0, step: int | None = None) -> pd.D
         if e.get("name") == "[memory]":
             args = e["args"]
             device = "cpu" if args["Device Type"] == 0 else f"cuda:{args['Device Id']}"
-            at = (e["ts"] + trace.base - began) / 1e3
+            at = (e["ts"] + (trace.base - began)) / 1e3
             rows.append((at, args["Total Allocated"], args["Total Reserved"], device))
     table = pd.DataFrame(rows, columns=["start", "allocated", "reserved", "device"]).sort_values("start")
     return table[table["start"].between(0, (ended - began) / 1e3)].reset_index(drop=True)
@@ -264,11 +265,18 @@ class _Profile:
         from torch_tb_profiler.profiler.data import RunProfileData
 
         logging.getLogger("tensorboard").setLevel(logging.ERROR)
-        # Our asynchronous events are no part of what it expects.
         content = trace.content
-        events = [e for e in content["traceEvents"] if e.get("cat") != PHASE]
+        # It expects names of before torch 2.1 (else no kernel belongs to an operator), and no event of ours.
+        old = {"cuda_runtime": "runtime", "cuda_driver": "runtime", "fwdbwd": "forward_backward"}
+        events = [
+            e | {"cat": old[e["cat"]]} if e.get("cat") in old else e
+            for e in content["traceEvents"]
+            if e.get("cat") != PHASE
+        ]
         self.data = RunProfileData(f"rank {trace.rank}", "0", content | {"traceEvents": events})
-        self.data.process()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it is older than the pandas of today
+            self.data.process()
 
     @classmethod
     def of(cls, recording: Recording, rank: int) -> "_Profile":
