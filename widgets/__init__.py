@@ -2,5 +2,6 @@
 
 from slidedp.widgets.dashboard import Dashboard
 from slidedp.widgets.timeline import timeline_figure
+from slidedp.widgets.trace_view import TraceView
 
-__all__ = ["Dashboard", "timeline_figure"]
+__all__ = ["Dashboard", "TraceView", "timeline_figure"]
