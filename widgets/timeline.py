@@ -17,6 +17,9 @@ COLORS = {
     "update": "#D55E00",
 }
 WAIT = "#BBBBBB"
+WHOLE_ROW = {"width": 0.8, "offset": -0.4}
+MEASURED, PREDICTED = {"width": 0.5, "offset": -0.15}, {"width": 0.2, "offset": -0.4}
+"""Parts of a row that measured and predicted bars share."""
 TRACKS = {"compute": "compute", "deliver": "host to GPU", "reduce": "GPU to host", "update": "AdamW"}
 
 
@@ -31,10 +34,12 @@ def timeline_figure(
     """
     figure = go.Figure()
     rows = row_order(spans)
-    height = {"width": 0.5, "offset": -0.15} if predicted is not None else {"width": 0.8, "offset": -0.4}
-    figure.add_traces([*_bars(spans.assign(row=_row_names(spans)), height, True)])
-    if predicted is not None:
-        figure.add_traces([*_bars(_for_every_row(predicted, spans), {"width": 0.2, "offset": -0.4}, False)])
+    if predicted is None:
+        figure.add_traces(timeline_bars(spans))
+    else:
+        below = _for_every_row(predicted, spans)
+        figure.add_traces([*_bars(spans.assign(row=_row_names(spans)), MEASURED, True)])
+        figure.add_traces([*_bars(below, PREDICTED, False)])
     figure.update_layout(
         barmode="overlay",
         title=title,
@@ -48,6 +53,11 @@ def timeline_figure(
     figure.update_yaxes(categoryorder="array", categoryarray=rows[::-1], automargin=True)
     figure.update_yaxes(range=[-0.6, len(rows) - 0.4])
     return figure
+
+
+def timeline_bars(spans: pd.DataFrame) -> list[go.Bar]:
+    """The bars of `timeline_figure`, one trace per phase."""
+    return [*_bars(spans.assign(row=_row_names(spans)), WHOLE_ROW, True)]
 
 
 def row_order(spans: pd.DataFrame) -> list[str]:
