@@ -8,8 +8,10 @@ function render({ model, el }) {
   el.append(palette, strip);
   let painted = null;
 
+  const ink = (mode) => (mode === "keep" ? "#fff" : "#000");
   const look = (cell, mode) => {
     cell.style.background = colors[mode];
+    cell.style.color = ink(mode);
     cell.textContent = mode[0];
   };
 
@@ -20,7 +22,7 @@ function render({ model, el }) {
       const on = model.get("brush") === mode;
       button.className = "brush-" + mode;
       button.style.cssText = `border:2px solid ${on ? "#000" : "transparent"};background:${colors[mode]};` +
-        "color:#000;border-radius:3px;padding:2px 8px;cursor:pointer";
+        `color:${ink(mode)};border-radius:3px;padding:2px 8px;cursor:pointer`;
       button.textContent = mode;
       button.title = `paint ${mode}; double click: all layers`;
       button.onclick = () => { model.set("brush", mode); model.save_changes(); };
@@ -33,7 +35,7 @@ function render({ model, el }) {
     strip.replaceChildren(...model.get("modes").map((mode, layer) => {
       const cell = document.createElement("div");
       cell.style.cssText = "width:20px;height:26px;line-height:26px;text-align:center;font-size:11px;" +
-        "color:#000;cursor:crosshair;border-radius:2px";
+        "cursor:crosshair;border-radius:2px";
       cell.dataset.layer = layer;
       cell.title = `layer ${layer}: ${mode}`;
       cell.tabIndex = 0;

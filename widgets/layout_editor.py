@@ -17,6 +17,7 @@ from slidedp.policy.step_time import Prediction, predict
 from slidedp.policy.workload import workload_of
 from slidedp.preflight import GIB, Plan, plan, under
 from slidedp.session import Run
+from slidedp.widgets.fit import FitWidth, full_width
 from slidedp.widgets.layer_strip import LayerStrip
 from slidedp.widgets.timeline import timeline_bars, timeline_figure
 
@@ -56,11 +57,11 @@ class LayoutEditor(traitlets.HasTraits):
         )
         self._button.on_click(lambda _: self.apply())
         self._text, self._memory, self._error = (ipywidgets.HTML() for _ in range(3))
-        self.figure = go.FigureWidget()
+        self.figure = full_width(go.Figure())
         left = ipywidgets.VBox([*self._controls.values(), self._button], layout={"min_width": "360px"})
         right = ipywidgets.VBox([self._text, self._memory])
         top = ipywidgets.HBox([left, right])
-        self.widget = ipywidgets.VBox([top, self.strip, self.figure, self._error])
+        self.widget = ipywidgets.VBox([top, self.strip, self.figure, self._error, FitWidth()])
         super().__init__()
         self.observe(self._show, "layout")
         self.layout = start
@@ -136,7 +137,7 @@ class LayoutEditor(traitlets.HasTraits):
                 f", waits {_seconds(s)} for {WAITS[c]}" for c, s in waits if s > 0.005 * p.step_seconds
             ),
         ]
-        return "<br>".join(lines)
+        return f"<div style='line-height:1.5'>{'<br>'.join(lines)}</div>"
 
     def _draw(self, prediction: Prediction) -> None:
         """Moves the bars of the figure; a new one would flicker."""
@@ -144,7 +145,7 @@ class LayoutEditor(traitlets.HasTraits):
         spans = spans.assign(rank=-1)  # rows without a rank's name: all ranks are alike
         figure = self.figure
         if not figure.data:  # the layout once: it takes plotly longer than all the rest
-            figure.update(timeline_figure(spans, title="Predicted step", wide=True).to_dict())
+            figure.update(timeline_figure(spans, title="Predicted step").to_dict())
             return
         there = {trace.name: trace for trace in figure.data}
         with figure.batch_update():

@@ -13,6 +13,7 @@ from slidedp.errors import ConfigError
 from slidedp.policy.auto import NAMES, AutoPolicy
 from slidedp.policy.records import Candidate, Record, load_records, save_records
 from slidedp.preflight import GIB
+from slidedp.widgets.fit import FitWidth, full_width
 
 SHOWN = 12
 """Candidates of a record that are drawn, the fastest first."""
@@ -45,7 +46,7 @@ class PolicyStepper(ipywidgets.VBox):
         self.figure = _figure()
         head = ipywidgets.HBox([self._back, self._forward, self._where], layout={"align_items": "center"})
         tail = ipywidgets.HBox([self._others, self._overrule, self._save])
-        super().__init__([head, self._text, self.figure, self._table, tail, self._error])
+        super().__init__([head, self._text, self.figure, self._table, tail, self._error, FitWidth()])
         self.observe(lambda _: self._show(), "index")
         if self._records:
             self.index = 0
@@ -113,9 +114,9 @@ class PolicyStepper(ipywidgets.VBox):
         self._forward.disabled = self.index == len(self._records) - 1 and not more
         by = " <i>(overruled by you)</i>" if record.overridden else ""
         self._text.value = (
-            f"<h4 style='margin:4px 0'>{html.escape(record.question)}{by}</h4>"
+            f"<div style='line-height:1.5'><h4 style='margin:4px 0'>{html.escape(record.question)}{by}</h4>"
             f"<b>{html.escape(record.choice.note or record.stage)}</b><br>why: {html.escape(record.why)}<br>"
-            f"what would change it: {html.escape(record.flip)}"
+            f"what would change it: {html.escape(record.flip)}</div>"
         )
         order = _fastest(record)
         self._draw(record, order)
@@ -123,6 +124,8 @@ class PolicyStepper(ipywidgets.VBox):
         self._others.options = [
             (_label(record.candidates[i], i), i) for i in _fastest(record, None) if i != record.chosen
         ]
+        if self._others.options:
+            self._others.index = 0
         self._overrule.disabled = self._policy is None or not self._others.options
 
     def _draw(self, record: Record, order: list[int]) -> None:
@@ -148,9 +151,9 @@ def _button(text: str, icon: str, action: object) -> ipywidgets.Button:
 
 
 def _figure() -> go.FigureWidget:
-    tick = {"symbol": "line-ns-open", "size": 18, "color": BLACK, "line_width": 2}
+    tick = {"symbol": "line-ns-open", "size": 18, "line": {"color": BLACK, "width": 2}}
     diamond = {"symbol": "diamond", "size": 11, "color": ORANGE, "line": {"color": BLACK, "width": 1}}
-    figure = go.FigureWidget(
+    figure = go.Figure(
         [
             go.Bar(orientation="h", name="predicted (dark: chosen, grey: does not fit)", marker_color=BLUE),
             go.Scatter(mode="markers", name="lower bound", marker=tick),
@@ -159,14 +162,13 @@ def _figure() -> go.FigureWidget:
     )
     figure.update_layout(
         template="plotly_white",
-        autosize=True,
         margin={"l": 10, "r": 20, "t": 10, "b": 40},
         legend={"orientation": "h", "yref": "container", "y": 1, "yanchor": "top"},
         legend_traceorder="normal",
     )
     figure.update_xaxes(title="seconds a step", rangemode="tozero")
     figure.update_yaxes(categoryorder="array", automargin=True)
-    return figure
+    return full_width(figure)
 
 
 def _fastest(record: Record, most: int | None = SHOWN) -> list[int]:

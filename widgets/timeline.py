@@ -23,14 +23,12 @@ MEASURED, PREDICTED = {"width": 0.5, "offset": -0.15}, {"width": 0.2, "offset": 
 TRACKS = {"compute": "compute", "deliver": "host to GPU", "reduce": "GPU to host", "update": "AdamW"}
 
 
-def timeline_figure(
-    spans: pd.DataFrame, title: str = "", predicted: pd.DataFrame | None = None, wide: bool = False
-) -> go.Figure:
+def timeline_figure(spans: pd.DataFrame, title: str = "", predicted: pd.DataFrame | None = None) -> go.Figure:
     """Bars of `RunLog.timeline(step)` or `trace.timeline(...)`; one row per rank and track, the worker's
     below.
 
     `predicted` has the same columns without `rank` (the step-time model's timeline, milliseconds): it is
-    drawn as a thin strip under the bars of every rank. `wide` leaves the width to what holds the figure.
+    drawn as a thin strip under the bars of every rank.
     """
     figure = go.Figure()
     rows = row_order(spans)
@@ -47,7 +45,6 @@ def timeline_figure(
         height=170 + (34 if predicted is not None else 26) * len(rows),
         margin={"l": 10, "r": 10, "t": 50 if title else 20, "b": 40},
         legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"},
-        autosize=wide,
     )
     figure.update_xaxes(title="ms since the step began", automargin=True)
     figure.update_yaxes(categoryorder="array", categoryarray=rows[::-1], automargin=True)

@@ -14,6 +14,7 @@ from slidedp import trace
 from slidedp.errors import ConfigError
 from slidedp.session import Run
 from slidedp.telemetry import RunLog, open_run
+from slidedp.widgets.fit import FitWidth, full_width
 from slidedp.widgets.timeline import timeline_figure
 
 VIEWS = ("timeline", "operators", "kernels", "memory")
@@ -73,7 +74,7 @@ class TraceView(ipywidgets.VBox):
         self._body = ipywidgets.VBox()
         self._error = ipywidgets.HTML()
         choices = ipywidgets.HBox([button, again, self._first, self._step, self._rank])
-        super().__init__([choices, self._view, self._body, self._error])
+        super().__init__([choices, self._view, self._body, self._error, FitWidth()])
         for control, name in (
             (self._first, "first"), (self._step, "step"), (self._rank, "rank"), (self._view, "view"),
         ):  # fmt: skip
@@ -148,7 +149,7 @@ class TraceView(ipywidgets.VBox):
         assert self.recording is not None
         spans = trace.timeline(self.recording, self.step)
         self._events = trace.events(self.recording, self.rank, self.step)
-        figure = timeline_figure(spans, predicted=self._predicted, wide=True)
+        figure = timeline_figure(spans, predicted=self._predicted)
         self._events = self._events.assign(row="rank " + str(self.rank) + " " + self._events["row"])
         rows = [*self._events["row"].unique()]
         for category in self._events["category"].unique():
@@ -166,7 +167,7 @@ class TraceView(ipywidgets.VBox):
         axis.categoryarray = [*rows[::-1], *axis.categoryarray]
         axis.range = [-0.6, len(axis.categoryarray) - 0.4]
         figure.layout.height += 26 * len(rows)
-        widget = go.FigureWidget(figure)
+        widget = full_width(figure)
         end = float(max(spans["end"].max(), 1e-3))
         widget.layout.xaxis.range = [-0.01 * end, 1.01 * end]
         self._show_events(widget)
@@ -200,7 +201,7 @@ def _table(table: pd.DataFrame, what: str) -> ipywidgets.HTML:
 
 
 def _memory_figure(table: pd.DataFrame) -> go.FigureWidget:
-    figure = go.FigureWidget()
+    figure = go.Figure()
     for device, part in table.groupby("device"):
         kept = np.unique(np.linspace(0, len(part) - 1, min(len(part), 5000)).astype(int))
         for column, color in (("allocated", "#0072B2"), ("reserved", "#E69F00")):
@@ -214,4 +215,4 @@ def _memory_figure(table: pd.DataFrame) -> go.FigureWidget:
     figure.update_layout(template="plotly_white", height=360, margin={"t": 20, "b": 40}, showlegend=True)
     figure.update_xaxes(title="ms since the step began")
     figure.update_yaxes(title="MiB in tensors", rangemode="tozero")
-    return figure
+    return full_width(figure)
