@@ -48,6 +48,11 @@ class Plan:
             total += int(self.config.ranks or 1) * sum(self.device.values())
         return total
 
+    def memory(self) -> dict[str, Any]:
+        """Bytes by purpose and what is free, as plain JSON."""
+        names = ("host", "device", "host_available", "device_available")
+        return {name: getattr(self, name) for name in names}
+
     def check(self) -> None:
         """Refuses a run that cannot fit, in one line."""
         if self.host_bytes > self.host_available:

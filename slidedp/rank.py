@@ -6,6 +6,7 @@ import types
 import warnings
 from collections import deque
 from contextlib import nullcontext
+from dataclasses import asdict
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -103,7 +104,9 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
                         torch.cuda.empty_cache()
                         torch.cuda.reset_peak_memory_stats()
                     engine, landing = build(begin.layout, begin.landing)
-                    launcher.send({"kind": "layout", "rank": rank, "step": step})
+                    launcher.send(
+                        {"kind": "layout", "rank": rank, "step": step, "layout": asdict(begin.layout)}
+                    )
                 if begin.profile:
                     recorder = Recorder(device, rank, setup.traces, step, begin.profile)
             rows = order.step(step)[rank * per_rank : (rank + 1) * per_rank]

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 import torch.multiprocessing as mp
 from transformers import AutoTokenizer
 
@@ -162,7 +163,7 @@ class Run:
         self._recordings = 0
         self._over = threading.Event()
         self._rendezvous = tempfile.TemporaryDirectory(prefix="slidedp-")
-        self.log = RunLog.create(folder, describe(config, flops, preflight.parameters))
+        self.log = RunLog.create(folder, self._description(flops))
         try:
             self._mark("launched")
             self._state = _loaded_state(preflight)
@@ -220,6 +221,10 @@ class Run:
             if near is not None:
                 near.close()
             far.close()
+
+    def _description(self, flops: float) -> dict[str, Any]:
+        gpu = torch.cuda.get_device_name(0) if self.config.device == "cuda" else None
+        return describe(self.config, flops, self.plan.parameters, gpu, self.plan.memory())
 
     def _mark(self, what: str) -> None:
         self.log.add({"kind": "mark", "what": what, "time": time.time()})
@@ -412,6 +417,7 @@ class Run:
                 f"set_layout: {landing / 2**30:.1f} GiB of gradient landing do not fit the host"
             )
         self.plan, self.layout = candidate, layout
+        self.log.add({"kind": "plan", "memory": candidate.memory()})
         self._landings.append(self._landing(layout))
         self._command(SetLayout(layout, self._landings[-1].handle))
 

@@ -25,7 +25,7 @@ SAMPLED = [1, 21, 41]
 """Steps of such a run that have a timeline."""
 COLUMNS = {
     "loss", "targets", "step_seconds", "tokens_per_second", "tflops_per_gpu", "busy", "lr",
-    "gradient_norm", "skipped", "update_seconds",
+    "gradient_norm", "mfu", "skipped", "update_seconds",
 }  # fmt: skip
 
 

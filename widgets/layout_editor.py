@@ -15,15 +15,14 @@ from slidedp.policy.auto import NAMES, WAITS
 from slidedp.policy.rates import Rates
 from slidedp.policy.step_time import Prediction, predict
 from slidedp.policy.workload import workload_of
-from slidedp.preflight import GIB, Plan, plan, under
+from slidedp.preflight import Plan, plan, under
 from slidedp.session import Run
 from slidedp.widgets.fit import FitWidth, full_width
 from slidedp.widgets.layer_strip import LayerStrip
+from slidedp.widgets.memory import memory_bars
 from slidedp.widgets.timeline import timeline_bars, timeline_figure
 
 CHUNKS_MIB = (0.0625, 0.25, 1, 4, 8, 16, 32, 64, 128, 256)
-PARTS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
-"""Okabe and Ito, for the parts of a memory bar."""
 
 
 class LayoutEditor(traitlets.HasTraits):
@@ -114,7 +113,7 @@ class LayoutEditor(traitlets.HasTraits):
         self.plan = under(self._base, layout)
         self.prediction = predict(self._workload, self._rates, layout, timeline=True)
         self._text.value = self._words()
-        self._memory.value = _memory_bars(self.plan)
+        self._memory.value = memory_bars(self.plan.memory(), self._workload.ranks)
         self._draw(self.prediction)
         clips = self._base.config.optimizer.clip_norm is not None
         problem = clips and layout.schedule == "in_backward"
@@ -174,6 +173,7 @@ def _controls(layers: int) -> dict[str, ipywidgets.Widget]:
         "chunk_mib": ipywidgets.SelectionSlider(options=CHUNKS_MIB, description="chunk (MiB)", **slow),
         "window": ipywidgets.IntSlider(min=1, max=layers, description="window (layers)", **slow),
         "gradient_slots": ipywidgets.IntSlider(min=1, max=layers, description="gradient slots", **slow),
+        "gpu_updates": ipywidgets.IntSlider(min=0, max=layers + 2, description="GPU updates", **slow),
         "partial_budget": ipywidgets.FloatSlider(
             min=0.05, max=1.0, step=0.05, description="partial keeps", readout_format=".2f", **slow
         ),
@@ -182,47 +182,3 @@ def _controls(layers: int) -> dict[str, ipywidgets.Widget]:
 
 def _seconds(value: float) -> str:
     return f"{value:.3f} s" if value >= 0.1 else f"{value * 1e3:.2f} ms"
-
-
-def _size(nbytes: float) -> str:
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB / 2 else f"{nbytes / 2**20:.1f} MiB"
-
-
-def _memory_bars(there: Plan) -> str:
-    """One bar per budget: its parts, and what is free."""
-    ranks = int(there.config.ranks or 1)
-    if there.device_available is None:  # on a CPU, the ranks' device memory is host memory
-        host = there.host | {f"{name}, {ranks} ranks": ranks * size for name, size in there.device.items()}
-        return _bar("host memory", host, there.host_available)
-    return _bar("host memory", there.host, there.host_available) + _bar(
-        "GPU memory, each rank", there.device, there.device_available
-    )
-
-
-def _bar(what: str, parts: dict[str, int], budget: int) -> str:
-    used = sum(parts.values())
-    scale = 100 / max(used, budget)
-    cells, keys = [], []
-    for (name, size), color in zip(parts.items(), [*PARTS, *PARTS], strict=False):
-        label = f"{html.escape(name)}: {_size(size)}"
-        cells.append(
-            f"<div title='{label}' style='width:{size * scale:.3f}%;background:{color};height:18px'></div>"
-        )
-        keys.append(f"<span style='white-space:nowrap'><span style='color:{color}'>■</span> {label}</span>")
-    over = used > budget
-    verdict = (
-        f"<b style='color:#D55E00'>{_size(used)} of {_size(budget)}: "
-        f"does not fit, {_size(used - budget)} too much</b>"
-        if over
-        else f"{_size(used)} of {_size(budget)}"
-    )
-    mark = (
-        f"<div style='position:absolute;left:{budget * scale:.3f}%;top:-3px;height:24px;"
-        "border-left:2px solid #000' title='budget'></div>"
-    )
-    return (
-        f"<div style='margin:6px 0 2px 0'>{what}: {verdict}</div>"
-        "<div style='position:relative;width:560px;background:#eee'>"
-        f"<div style='display:flex'>{''.join(cells)}</div>{mark}</div>"
-        f"<div style='width:560px;font-size:11px;line-height:1.5'>{' &nbsp; '.join(keys)}</div>"
-    )

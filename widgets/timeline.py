@@ -11,6 +11,7 @@ COLORS = {
     "head": "#CC79A7",
     "backward": "#0072B2",
     "deliver": "#009E73",
+    "gather": "#80CEB9",
     "fetch": "#F0E442",
     "reduce": "#E69F00",
     "stash": "#F0E442",
@@ -81,8 +82,9 @@ def _for_every_row(predicted: pd.DataFrame, measured: pd.DataFrame) -> pd.DataFr
 def _bars(spans: pd.DataFrame, place: dict[str, float], measured: bool) -> Iterator[go.Bar]:
     """One trace per phase. All waits share a name: what was waited for is in the hover text."""
     kinds = ["wait" if phase.startswith("wait") else phase for phase in spans["phase"]]
-    order = [*COLORS, "wait"]
-    for kind, part in sorted(spans.groupby(pd.Series(kinds, spans.index)), key=lambda g: order.index(g[0])):
+    order = {kind: i for i, kind in enumerate([*COLORS, "wait"])}
+    groups = spans.groupby(pd.Series(kinds, spans.index))
+    for kind, part in sorted(groups, key=lambda group: order.get(group[0], len(order))):
         what = "" if measured else "predicted: "
         yield go.Bar(
             base=part["start"],
