@@ -122,10 +122,47 @@ class Notebook:
         element.scroll_into_view_if_needed()
         return element
 
-    def command(self, name: str, wait: bool = True) -> None:
+    def code_cells(self) -> list[int]:
+        """Indices of the cells with code."""
+        return self.page.evaluate(
+            """() => window.jupyterapp.shell.currentWidget.content.widgets
+                .map((cell, i) => cell.model.type === 'code' ? i : -1).filter(i => i >= 0)"""
+        )
+
+    def has_output(self, cell: int) -> bool:
+        return bool(self._outputs(cell))
+
+    def ask(self, expression: str) -> str:
+        """The repr of an expression in the kernel, also while a cell awaits."""
+        answer = self.page.evaluate(
+            """expression => {
+                const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+                const request = { code: "", user_expressions: { it: expression }, store_history: false };
+                return kernel.requestExecute(request).done.then(reply => reply.content.user_expressions.it);
+            }""",
+            expression,
+        )
+        assert answer["status"] == "ok", answer
+        return answer["data"]["text/plain"]
+
+    def command(self, name: str) -> None:
         """One of JupyterLab's own commands."""
-        script = "name => { window.jupyterapp.commands.execute(name); }"
-        self.page.evaluate(script.replace("{ ", "{ return ") if wait else script, name)
+        self.page.evaluate("name => window.jupyterapp.commands.execute(name).then(() => null)", name)
+
+    def restart(self) -> None:
+        """Restarts the kernel without the question whether to."""
+        self.page.evaluate(
+            "() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.restart()"
+        )
+
+    def close_and_shut_down(self) -> None:
+        """Closes the tab as its menu's *Close and Shut Down Notebook* does."""
+        self.page.evaluate(
+            """() => {
+                const panel = window.jupyterapp.shell.currentWidget;
+                return panel.sessionContext.shutdown().then(() => { panel.dispose(); });
+            }"""
+        )
 
 
 @contextmanager
