@@ -251,6 +251,7 @@ class Dashboard(ipywidgets.VBox):
                 if trace.meta == "predicted":
                     ends = np.array(curves.steps)[[0, -1]] if curves.steps else np.array([])
                     trace.update(x=ends, y=np.full(len(ends), self.predicted))
+                    trace.showlegend = math.isfinite(self.predicted)
                     continue
                 x, y = curves.curve(f"wait {who} {rest}" if kind == "wait" else trace.meta)
                 trace.update(x=x, y=y)

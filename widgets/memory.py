@@ -27,7 +27,10 @@ def memory_bars(memory: dict[str, Any], ranks: int, measured: dict[str, float] |
 
 def size(nbytes: float) -> str:
     """Bytes for reading."""
-    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB / 2 else f"{nbytes / 2**20:.1f} MiB"
+    for unit, scale in (("GiB", GIB), ("MiB", 2**20)):
+        if nbytes >= scale / 2:
+            return f"{nbytes / scale:.1f} {unit}"
+    return f"{nbytes / 2**10:.0f} KiB"
 
 
 def _bar(what: str, parts: dict[str, int], budget: int, measured: float | None) -> str:

@@ -151,7 +151,7 @@ def _button(text: str, icon: str, action: object) -> ipywidgets.Button:
 
 
 def _figure() -> go.FigureWidget:
-    tick = {"symbol": "line-ns-open", "size": 18, "line": {"color": BLACK, "width": 2}}
+    tick = {"symbol": "line-ns-open", "size": 18, "color": BLACK, "line": {"color": BLACK, "width": 2}}
     diamond = {"symbol": "diamond", "size": 11, "color": ORANGE, "line": {"color": BLACK, "width": 1}}
     figure = go.Figure(
         [
@@ -193,13 +193,15 @@ def _table(record: Record, order: list[int]) -> str:
     rows = []
     for i in order:
         c = record.candidates[i]
-        waits = ", ".join(f"{cause} {s:.3f}" for cause, s in c.exposed.items() if s >= 5e-4)
-        measured = "" if c.measured_seconds is None else f"{c.measured_seconds:.3f}"
+        waits = ", ".join(
+            f"{cause} {s:.3g}" for cause, s in c.exposed.items() if s >= 0.005 * c.predicted_seconds
+        )
+        measured = "" if c.measured_seconds is None else f"{c.measured_seconds:.4g}"
         host = f"{c.host_bytes / GIB:.2f}" + ("" if c.fits else " does not fit")
         cells = [
             "→" if i == record.chosen else "",
             _label(c, i),
-            f"{c.predicted_seconds:.3f}",
+            f"{c.predicted_seconds:.4g}",
             measured,
             f"{c.gpu_bytes / GIB:.2f}",
             host,

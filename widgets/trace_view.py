@@ -74,7 +74,7 @@ class TraceView(ipywidgets.VBox):
         self._body = ipywidgets.VBox()
         self._error = ipywidgets.HTML()
         choices = ipywidgets.HBox([button, again, self._first, self._step, self._rank])
-        super().__init__([choices, self._view, self._body, self._error, FitWidth()])
+        super().__init__([choices, self._view, self._body, self._error])
         for control, name in (
             (self._first, "first"), (self._step, "step"), (self._rank, "rank"), (self._view, "view"),
         ):  # fmt: skip
@@ -116,7 +116,7 @@ class TraceView(ipywidgets.VBox):
                 self._open()
             self._first.value, self._step.value = self.first, self.step
             self._rank.value, self._view.value = self.rank, self.view
-            self._body.children = [self._content()]
+            self._body.children = [self._content(), FitWidth()]  # a new figure has to be fitted anew
         except (ConfigError, traitlets.TraitError) as error:
             self._error.value = f"<pre>{html.escape(str(error))}</pre>"
         except Exception:  # in a callback, nobody else would see it
