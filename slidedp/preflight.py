@@ -18,6 +18,7 @@ from slidedp.stream.buffers import buffer_numels, is_tied
 from slidedp.stream.program import FETCH_AHEAD
 from slidedp.stream.stash import OUTGOING, stash_numel
 from slidedp.stream.update import update_numels
+from slidedp.tables import html_table
 
 GIB = 2**30
 
@@ -76,14 +77,19 @@ class Plan:
         rows += [(where, name, f"{size / GIB:.3f}") for name, size in self.device.items()]
         return rows
 
-    def __repr__(self) -> str:
-        head = (
+    def _summary(self) -> str:
+        return (
             f"{self.parameters / 1e6:.1f} M parameters on {self.config.ranks} {self.config.device} "
             f"rank(s): {self.host_bytes / GIB:.2f} GiB of host memory, "
             f"{self.host_available / GIB:.1f} GiB free"
         )
+
+    def __repr__(self) -> str:
         body = "\n".join(f"  {where:<22}{name:<38}{gib:>9} GiB" for where, name, gib in self._rows())
-        return f"{head}\n{body}"
+        return f"{self._summary()}\n{body}"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._summary(), [(where, name, f"{gib} GiB") for where, name, gib in self._rows()])
 
 
 def _size(nbytes: int) -> str:

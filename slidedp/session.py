@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import html
 import multiprocessing
 import os
 import pickle
@@ -42,6 +43,7 @@ from slidedp.policy.probe import probe
 from slidedp.policy.rates import Rates
 from slidedp.policy.tune import Tuner
 from slidedp.preflight import Plan, plan, under, with_layout
+from slidedp.tables import html_table
 from slidedp.telemetry import RUN, TRACES, RunLog, describe
 
 SAMPLES = "samples"
@@ -498,6 +500,17 @@ class Run:
         if self.failure:
             text += f"\n  {self.failure}"
         return text
+
+    def _repr_html_(self) -> str:
+        done = self.log.steps_done
+        rows = [("step", f"{done} of {self.config.steps}")]
+        if done:
+            last = self.metrics().iloc[-1]
+            rows.append(("loss", f"{last['loss']:.4f} nats per target token"))
+            rows.append(("speed", f"{last['tokens_per_second']:,.0f} target tokens/s"))
+        rows += [("layout", repr(self.layout)), ("folder", str(self.folder))]
+        failure = f"<pre>{html.escape(self.failure)}</pre>" if self.failure else ""
+        return html_table(f"Run, {self.status}", rows) + failure
 
 
 def _loaded_state(preflight: Plan) -> HostState:

@@ -69,6 +69,8 @@ def test_a_run_learns_and_reports_every_step(finished):
         (step, rank) for step in range(STEPS) for rank in (0, 1)
     ]
     assert str(STEPS) in repr(finished) and "finished" in repr(finished)
+    page = finished._repr_html_()
+    assert f"{STEPS} of {STEPS}" in page and "finished" in page and "Layout(" in page
 
 
 def test_the_run_folder_tells_the_same(finished, tmp_path):
