@@ -149,7 +149,8 @@ class Dashboard(ipywidgets.VBox):
             ]
         )
         traitlets.link((self._choice, "value"), (self, "rank"))
-        self.observe(lambda _: self._draw(), ["rank", "predicted"])
+        self.observe(lambda _: self._draw(), "rank")
+        self.observe(lambda _: self._predict(), "predicted")
         self.predicted = predicted
         self.update()
         if self._run is not None and self._run.running:
@@ -251,12 +252,17 @@ class Dashboard(ipywidgets.VBox):
                 if trace.meta == "predicted":
                     ends = np.array(curves.steps)[[0, -1]] if curves.steps else np.array([])
                     trace.update(x=ends, y=np.full(len(ends), self.predicted))
-                    trace.showlegend = math.isfinite(self.predicted)
                     continue
                 x, y = curves.curve(f"wait {who} {rest}" if kind == "wait" else trace.meta)
                 trace.update(x=x, y=y)
                 if kind == "loss" and rest:
                     trace.update(opacity=0.8 if self.rank in (-1, int(rest)) else 0.15)
+
+    def _predict(self) -> None:
+        self._draw()
+        # Not in a batch, which would give every other trace its default.
+        (line,) = self.figure.select_traces({"meta": "predicted"})
+        line.showlegend = math.isfinite(self.predicted)
 
     def _recent_waits(self, cause: str) -> tuple[list[float], list[str]]:
         """Percentage of compute's time that each rank has waited in the recent steps."""
@@ -304,7 +310,7 @@ def _figure(ranks: int, cuda: bool) -> go.Figure:
     figure.add_trace(go.Scatter(meta="loss", name="all ranks", line=mean), *LOSS)
     figure.add_trace(go.Scatter(meta="speed", name="all ranks", showlegend=False, line=mean), *SPEED)
     figure.add_trace(go.Scatter(meta="seconds", name="measured", showlegend=False, line=mean), *SECONDS)
-    figure.add_trace(go.Scatter(meta="predicted", name="predicted", line=dashed), *SECONDS)
+    figure.add_trace(go.Scatter(meta="predicted", name="predicted", showlegend=False, line=dashed), *SECONDS)
     figure.update_traces(mode="lines")
     for row, column in (LOSS, SPEED, SECONDS, MEMORY, WAITS):
         figure.update_xaxes(title_text="step", title_standoff=4, rangemode="tozero", row=row, col=column)
@@ -320,7 +326,7 @@ def _figure(ranks: int, cuda: bool) -> go.Figure:
     for row, column in (SPEED, SECONDS, MEMORY, WAITS):
         figure.update_yaxes(rangemode="tozero", row=row, col=column)
     figure.update_xaxes(
-        title_text="% of compute's time", title_standoff=4, range=[0, 100], row=BY_RANK[0], col=BY_RANK[1]
+        title_text="% of compute's time", title_standoff=4, rangemode="tozero", row=BY_RANK[0], col=BY_RANK[1]
     )
     figure.update_yaxes(autorange="reversed", type="category", row=BY_RANK[0], col=BY_RANK[1])
     beside = {"x": 1.02, "xanchor": "left", "yanchor": "top"}
@@ -330,7 +336,7 @@ def _figure(ranks: int, cuda: bool) -> go.Figure:
         margin={"l": 60, "r": 20, "t": 40, "b": 50},
         barmode="stack",
         hovermode="x unified",
-        legend={**beside, "y": 1.0, "title_text": ""},
+        legend={**beside, "y": 1.0, "tracegroupgap": 2},
         legend2={**beside, "y": 0.4, "title_text": "waits for", "traceorder": "reversed"},
     )
     return figure
