@@ -48,9 +48,24 @@ class RankTrace:
         return orjson.loads(data)
 
     @cached_property
+    def _head(self) -> tuple[float, list[dict[str, Any]]]:
+        """The first lines of the file, where the recorder puts our phases: no need to parse the rest."""
+        base, found = 0.0, []
+        opened = gzip.open(self.path, "rt") if self.path.suffix == ".gz" else open(self.path)
+        with opened as lines:
+            for line in map(str.strip, lines):
+                if line.startswith('"baseTimeNanoseconds"'):
+                    base = float(line.partition(":")[2].rstrip(",")) / 1e3
+                elif line.startswith(f'{{"cat": "{PHASE}"'):
+                    found.append(json.loads(line.rstrip(",")))
+                elif found:
+                    break
+        return base, found
+
+    @property
     def base(self) -> float:
         """Microseconds since the epoch that the trace's times count from."""
-        return float(self.content.get("baseTimeNanoseconds", 0)) / 1e3
+        return self._head[0]
 
     @cached_property
     def events(self) -> pd.DataFrame:
@@ -64,10 +79,9 @@ class RankTrace:
     @cached_property
     def phases(self) -> pd.DataFrame:
         """SlideDP's own phases: step, track, unit, phase, and ts and end in microseconds."""
-        begins = {e["id"]: e for e in self.content["traceEvents"] if e.get("cat") == PHASE and e["ph"] == "b"}
-        ends = {
-            e["id"]: e["ts"] for e in self.content["traceEvents"] if e.get("cat") == PHASE and e["ph"] == "e"
-        }
+        _, found = self._head
+        begins = {e["id"]: e for e in found if e["ph"] == "b"}
+        ends = {e["id"]: e["ts"] for e in found if e["ph"] == "e"}
         rows = [{**e["args"], "ts": e["ts"], "end": ends[i]} for i, e in begins.items()]
         return pd.DataFrame(rows, columns=["step", "track", "unit", "phase", "ts", "end"])
 
@@ -264,7 +278,8 @@ class _Profile:
     def __init__(self, trace: RankTrace) -> None:
         from torch_tb_profiler.profiler.data import RunProfileData
 
-        logging.getLogger("tensorboard").setLevel(logging.ERROR)
+        # It takes a rounded nanosecond for a fault of the trace, and says so thousands of times.
+        logging.getLogger("pytorch_profiler").setLevel(logging.CRITICAL)
         content = trace.content
         # It expects names of before torch 2.1 (else no kernel belongs to an operator), and no event of ours.
         old = {"cuda_runtime": "runtime", "cuda_driver": "runtime", "fwdbwd": "forward_backward"}

@@ -170,8 +170,9 @@ def gpu_trace(path):
          "args": allocated},
     ]  # fmt: skip
     properties = [{"id": 0, "numSms": 132, "computeMajor": 9, "computeMinor": 0}]
-    content = {"baseTimeNanoseconds": 0, "deviceProperties": properties, "traceEvents": events}
-    path.write_text(json.dumps(content))
+    lines = ",\n".join(json.dumps(event) for event in events)
+    head = f'"baseTimeNanoseconds": 0,\n"deviceProperties": {json.dumps(properties)},\n"traceEvents": [\n'
+    path.write_text("{\n" + head + lines + "\n]}")
 
 
 def test_a_gpus_streams_are_named_by_what_they_do(tmp_path, recorded):
