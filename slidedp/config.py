@@ -13,6 +13,7 @@ import tomllib
 import types
 import typing
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,21 @@ class Layout:
         modes = (self.activations,) if isinstance(self.activations, str) else self.activations
         for mode in modes:
             _choice("layout.activations", mode, ACTIVATIONS)
+
+    def __repr__(self) -> str:
+        """What differs from the defaults, as Python; a mode per layer is told by its stretches."""
+        parts = []
+        for setting in dataclasses.fields(self):
+            value = getattr(self, setting.name)
+            if value == setting.default:
+                continue
+            text = repr(value)
+            if isinstance(value, tuple):
+                text = " + ".join(f"({mode!r},) * {len([*run])}" for mode, run in groupby(value))
+            elif setting.name == "chunk_bytes" and value % 2**20 == 0:
+                text = f"{value // 2**20} * 2**20"
+            parts.append(f"{setting.name}={text}")
+        return f"Layout({', '.join(parts)})"
 
     def activation_modes(self, layers: int) -> tuple[str, ...]:
         """One mode per decoder layer."""

@@ -19,6 +19,7 @@ from slidedp.stream.buffers import buffer_numels, is_tied
 from slidedp.stream.program import FETCH_AHEAD
 from slidedp.stream.stash import OUTGOING, stash_numel
 from slidedp.stream.update import update_numels
+from slidedp.tables import html_table
 
 GIB = 2**30
 
@@ -49,6 +50,11 @@ class Plan:
             total += int(self.config.ranks or 1) * sum(self.device.values())
         return total
 
+    def memory(self) -> dict[str, Any]:
+        """Bytes by purpose and what is free, as plain JSON."""
+        names = ("host", "device", "host_available", "device_available")
+        return {name: getattr(self, name) for name in names}
+
     def check(self) -> None:
         """Refuses a run that cannot fit, in one line."""
         if self.host_bytes > self.host_available:
@@ -72,14 +78,19 @@ class Plan:
         rows += [(where, name, f"{size / GIB:.3f}") for name, size in self.device.items()]
         return rows
 
-    def __repr__(self) -> str:
-        head = (
+    def _summary(self) -> str:
+        return (
             f"{self.parameters / 1e6:.1f} M parameters on {self.config.ranks} {self.config.device} "
             f"rank(s): {self.host_bytes / GIB:.2f} GiB of host memory, "
             f"{self.host_available / GIB:.1f} GiB free"
         )
+
+    def __repr__(self) -> str:
         body = "\n".join(f"  {where:<22}{name:<38}{gib:>9} GiB" for where, name, gib in self._rows())
-        return f"{head}\n{body}"
+        return f"{self._summary()}\n{body}"
+
+    def _repr_html_(self) -> str:
+        return html_table(self._summary(), [(where, name, f"{gib} GiB") for where, name, gib in self._rows()])
 
 
 def _size(nbytes: int) -> str:

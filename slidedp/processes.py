@@ -25,7 +25,7 @@ from slidedp.host import worker as worker_process
 from slidedp.host.memory import Handle, Segment
 from slidedp.host.process import STOPPING
 from slidedp.host.state import StateHandle
-from slidedp.host.worker import SetLayout, Stop
+from slidedp.host.worker import Profile, SetLayout, Stop
 from slidedp.shortage import MemoryWatch
 from slidedp.stalls import StallWatch
 
@@ -49,8 +49,10 @@ class Processes:
         state: StateHandle,
         landing: Handle,
         samples: Path,
+        traces: Path,
     ) -> None:
-        """Starts them. `samples` is the folder of prepared samples, as an absolute path."""
+        """Starts them. `samples` is the folder of prepared samples, `traces` the one for recordings, both
+        as absolute paths."""
         ranks = self.ranks = int(config.ranks or 1)
         self._closing = False
         self._rendezvous = tempfile.TemporaryDirectory(prefix="slidedp-")
@@ -59,7 +61,7 @@ class Processes:
         to_us = [context.Pipe() for _ in range(ranks + 1)]
         signs = [context.Pipe(duplex=False) for _ in range(ranks + 1)]
         rank_setup = rank_process.RankSetup(
-            config, model, state, landing, str(samples), f"{self._rendezvous.name}/ranks"
+            config, model, state, landing, str(samples), f"{self._rendezvous.name}/ranks", str(traces)
         )
         # In shared memory, which no other user can reach: what does not fit the pipe to a new process
         # would make it wait for the imports of the one before.
@@ -106,7 +108,7 @@ class Processes:
     def name(self, index: int) -> str:
         return f"rank {index}" if index < self.ranks else "the optimizer worker"
 
-    def command(self, command: SetLayout | Stop) -> None:
+    def command(self, command: SetLayout | Stop | Profile) -> None:
         """Tells the worker, who tells the ranks. OSError where it has ended."""
         self._pipes[-1].send(command)
 

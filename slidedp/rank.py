@@ -6,6 +6,8 @@ import time
 import types
 import warnings
 from collections import deque
+from contextlib import nullcontext
+from dataclasses import asdict
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -27,6 +29,7 @@ from slidedp.model.families import LayerFunction, layer_function, norm_function,
 from slidedp.model.loss import IGNORED, softmax_gradient
 from slidedp.stream.device import Abort, Aborted, Device
 from slidedp.stream.gates import Gates
+from slidedp.stream.recorder import Recorder
 from slidedp.stream.step import Engine, ModelFunctions
 from slidedp.stream.timeline import Timeline
 
@@ -41,6 +44,8 @@ class RankSetup(NamedTuple):
     samples: str
     rendezvous: str
     """File through which ranks find each other."""
+    traces: str
+    """Folder that recordings of torch.profiler go to."""
 
 
 def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connection) -> None:
@@ -86,6 +91,7 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
     engine, landing = build(config.layout, setup.landing)
     launcher.send({"kind": "ready", "rank": rank, "time": time.time()})
     metrics = MetricsQueue(rank, device, launcher)
+    recorder: Recorder | None = None
     try:
         for step in range(config.steps):
             doing["compute"] = (step, "", "step boundary")
@@ -100,17 +106,30 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
                         torch.cuda.empty_cache()
                         torch.cuda.reset_peak_memory_stats()
                     engine, landing = build(begin.layout, begin.landing)
-                    launcher.send({"kind": "layout", "rank": rank, "step": step})
+                    launcher.send(
+                        {"kind": "layout", "rank": rank, "step": step, "layout": asdict(begin.layout)}
+                    )
+                if begin.profile:
+                    recorder = Recorder(device, rank, setup.traces, step, begin.profile)
             rows = order.step(step)[rank * per_rank : (rank + 1) * per_rank]
             input_ids, labels = samples.rows(rows)
             targets = int((labels != IGNORED).sum())
             gates.send(Started(step, targets))
-            loss, timeline = engine.step(
-                step,
-                device.bring(input_ids),
-                device.bring(labels),
-            )
+            with recorder.step(step) if recorder is not None else nullcontext():
+                loss, timeline = engine.step(
+                    step,
+                    device.bring(input_ids),
+                    device.bring(labels),
+                    profiled=recorder is not None,
+                )
             metrics.add(step, loss, targets, timeline)
+            if recorder is not None:
+                recorder.add(step, timeline)
+                if recorder.complete:
+                    launcher.send(recorder.write(abort))
+                    recorder = None
+        if recorder is not None:  # the run ends within the recording
+            launcher.send(recorder.write(abort))
         release(engine, landing)
         metrics.flush()
         gates.send(Finished())
@@ -172,7 +191,7 @@ class MetricsQueue:
 
     def _complete(self) -> bool:
         step, _, _, timeline = self._pending[0]
-        return timeline.done() and (step % TIMELINE_EVERY != 1 or timeline.all_done())
+        return timeline.done() and (timeline.all_done() or not _sampled(step, timeline))
 
     def flush(self) -> None:
         while self._pending:
@@ -200,12 +219,17 @@ class MetricsQueue:
             "anonymous_bytes": anonymous_bytes(),
             "began": timeline.began(),
         }
-        if step % TIMELINE_EVERY == 1:
+        if _sampled(step, timeline):
             event["timeline"] = [
                 tuple(s) for s in timeline.resolve(("compute", "deliver", "reduce", "update"))
             ]
         self._previous = timeline
         self._launcher.send(event)
+
+
+def _sampled(step: int, timeline: Timeline) -> bool:
+    """Whether the step's full timeline is reported."""
+    return step % TIMELINE_EVERY == 1 or timeline.profiled
 
 
 def main(rank: int, setup: RankSetup, worker: Connection, launcher: Connection, signs: Connection) -> None:

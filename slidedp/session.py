@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import html
 import multiprocessing
 import sys
 import threading
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 
 from slidedp.config import Config, Layout
 from slidedp.data.samples import Samples
@@ -19,7 +21,7 @@ from slidedp.data.text import check_samples, prepare
 from slidedp.errors import ConfigError
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.state import HostState
-from slidedp.host.worker import SetLayout, Stop
+from slidedp.host.worker import Profile, SetLayout, Stop
 from slidedp.launching import (
     load_tokenizer,
     loaded_state,
@@ -37,7 +39,8 @@ from slidedp.policy.rates import Rates
 from slidedp.policy.tune import Tuner
 from slidedp.preflight import Plan, plan, under, with_layout
 from slidedp.processes import Processes
-from slidedp.telemetry import RunLog, describe
+from slidedp.tables import html_table
+from slidedp.telemetry import TRACES, RunLog, describe
 
 SAMPLES = "samples"
 """Folder of the run folder that holds the samples made from text."""
@@ -103,10 +106,11 @@ class Run:
         self._landings: list[Landing] = []
         self._stopping = self._closing = False
         self._ready = 0
+        self._recordings = 0
         self._losses = LossWatch(int(config.ranks or 1))
         self._diverged: str | None = None
         self._over = threading.Event()
-        self.log = RunLog.create(folder, describe(config, flops, preflight.parameters))
+        self.log = RunLog.create(folder, self._description(flops))
         try:
             self._mark("launched")
             self._state = loaded_state(preflight)
@@ -118,6 +122,7 @@ class Run:
                 self._state.handle,
                 self._landings[0].handle,
                 Path(samples.folder).absolute(),
+                folder / TRACES,
             )
         except BaseException:
             self._release()
@@ -126,6 +131,10 @@ class Run:
         self.tuner: Tuner | None = None
         """What chooses the layout, if the config says `tune`; its `policy` has the records so far."""
         threading.Thread(target=self._watch, name="slidedp-watch", daemon=True).start()
+
+    def _description(self, flops: float) -> dict[str, Any]:
+        gpu = torch.cuda.get_device_name(0) if self.config.device == "cuda" else None
+        return describe(self.config, flops, self.plan.parameters, gpu, self.plan.memory())
 
     def _mark(self, what: str) -> None:
         self.log.add({"kind": "mark", "what": what, "time": time.time()})
@@ -268,6 +277,7 @@ class Run:
                 f"set_layout: {landing / 2**30:.1f} GiB of gradient landing do not fit the host"
             )
         self.plan, self.layout = candidate, layout
+        self.log.add({"kind": "plan", "memory": candidate.memory()})
         self._landings.append(self._landing(layout))
         self._command(SetLayout(layout, self._landings[-1].handle))
 
@@ -282,7 +292,24 @@ class Run:
         self.tuner = Tuner(self, planned or self.plan, rates, spent)
         threading.Thread(target=self.tuner.tune, name="slidedp-tune", daemon=True).start()
 
-    def _command(self, command: SetLayout | Stop) -> None:
+    def profile(self, steps: int = 2) -> None:
+        """Records the next `steps` steps of every rank with torch.profiler. Returns at once; each rank
+        writes `traces/<host>_<rank>.<first step>.pt.trace.json.gz` into the run folder when they are done.
+
+        `slidedp.trace` and `slidedp.widgets.TraceView` show them; TensorBoard's profiler plugin and
+        Perfetto open them too. Recorded steps are slower, and every rank pauses to write its trace.
+        """
+        if not self.running:
+            raise ConfigError(f"profile: the run is {self.status}; record steps of a run that goes on")
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise ConfigError(f"profile: steps={steps!r}: expected an integer of at least 1")
+        written = len(self.log.events("trace"))
+        if written < self._recordings * int(self.config.ranks or 1):
+            raise ConfigError("profile: a recording is under way; wait until its traces are written")
+        self._recordings += 1
+        self._command(Profile(steps))
+
+    def _command(self, command: SetLayout | Stop | Profile) -> None:
         with contextlib.suppress(OSError):  # the run has just ended by itself
             if self.running:
                 self._processes.command(command)
@@ -328,3 +355,14 @@ class Run:
         if self.failure:
             text += f"\n  {self.failure}"
         return text
+
+    def _repr_html_(self) -> str:
+        done = self.log.steps_done
+        rows = [("step", f"{done} of {self.config.steps}")]
+        if done:
+            last = self.metrics().iloc[-1]
+            rows.append(("loss", f"{last['loss']:.4f} nats per target token"))
+            rows.append(("speed", f"{last['tokens_per_second']:,.0f} target tokens/s"))
+        rows += [("layout", repr(self.layout)), ("folder", str(self.folder))]
+        failure = f"<pre>{html.escape(self.failure)}</pre>" if self.failure else ""
+        return html_table(f"Run, {self.status}", rows) + failure

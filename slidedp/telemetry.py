@@ -17,6 +17,13 @@ from slidedp.errors import ConfigError
 
 EVENTS = "events.jsonl"
 RUN = "run.json"
+PEAK_TFLOPS = {
+    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "A800": 312, "L40S": 362,
+    "RTX 5090": 209, "RTX 4090": 165, "RTX 3090": 71,
+}  # fmt: skip
+"""Dense BF16 matrix products as data sheets state them, by a part of the GPU's name; the first one counts."""
+TRACES = "traces"
+"""Folder of the run folder that `Run.profile` writes to."""
 
 
 class RunLog:
@@ -75,6 +82,12 @@ class RunLog:
         """Steps whose compute has been reported by every rank."""
         return len(self.events("step")) // int(self.description["ranks"])
 
+    @property
+    def peak_tflops(self) -> float | None:
+        """Of one GPU with 16-bit inputs; None where it is not known."""
+        name = self.description.get("gpu") or ""
+        return next((float(peak) for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
     def ranks(self) -> pd.DataFrame:
         """One row per step and rank: loss (mean over the rank's targets), targets, seconds, and the
         seconds its compute waited, by cause."""
@@ -101,11 +114,12 @@ class RunLog:
         """One row per step, over all ranks.
 
         loss: mean over all targets; tokens_per_second: target tokens only; tflops_per_gpu: model FLOPs
-        without recomputation; busy: fraction of the step in which compute did not wait; lr,
-        gradient_norm (before clipping), update_seconds: of the worker.
+        without recomputation; mfu: their share of the GPU's peak, NaN where that is not known; busy:
+        fraction of the step in which compute did not wait; lr, gradient_norm (before clipping),
+        update_seconds: of the worker.
         """
         ranks = self.ranks()
-        names = ["loss", "targets", "step_seconds", "tokens_per_second", "tflops_per_gpu", "busy"]
+        names = ["loss", "targets", "step_seconds", "tokens_per_second", "tflops_per_gpu", "mfu", "busy"]
         if ranks.empty:
             return pd.DataFrame(columns=["step", *names]).set_index("step")
         waits = [c for c in ranks if c.startswith("wait_")]
@@ -124,6 +138,7 @@ class RunLog:
         flops = float(self.description["flops_per_token"])
         per_rank = table["tokens_per_second"] / int(self.description["ranks"])
         table["tflops_per_gpu"] = per_rank * flops / 1e12
+        table["mfu"] = table["tflops_per_gpu"] / (self.peak_tflops or math.nan)
         table = table[complete][names]
         updates = pd.DataFrame(self.events("update"))
         if not updates.empty:
@@ -181,6 +196,12 @@ class StepReader:
     def __init__(self, log: RunLog) -> None:
         self._log, self._index = log, 0
         self._partial: dict[int, list[dict[str, Any]]] = {}
+        self.layouts: list[tuple[int, dict[str, Any]]] = []
+        """(step, fields) of every layout that the run has switched to."""
+        self.memory: dict[str, Any] = log.description["memory"]
+        """What the present layout takes: that of `Plan.memory()`."""
+        self.worker_bytes = 0
+        """Host memory of the optimizer worker beside the shared segments, latest."""
 
     def new_steps(self) -> list[Step]:
         """The steps that every rank has reported since the last call."""
@@ -188,6 +209,12 @@ class StepReader:
         self._index += len(events)
         complete = []
         for event in events:
+            if event["kind"] == "layout" and event["rank"] == 0:
+                self.layouts.append((event["step"], event["layout"]))
+            elif event["kind"] == "plan":
+                self.memory = event["memory"]
+            elif event["kind"] == "update":
+                self.worker_bytes = event.get("anonymous_bytes", 0)
             if event["kind"] != "step":
                 continue
             ranks = self._partial.setdefault(event["step"], [])
@@ -203,8 +230,10 @@ def open_run(folder: str | Path) -> RunLog:
     return RunLog.read(Path(folder))
 
 
-def describe(config: Config, flops_per_token: float, parameters: int) -> dict[str, Any]:
-    """What the run folder records about a run besides its events; plain JSON."""
+def describe(
+    config: Config, flops_per_token: float, parameters: int, gpu: str | None, memory: dict[str, Any]
+) -> dict[str, Any]:
+    """What the run folder records about a run besides its events; plain JSON. `memory` is the plan's."""
     plain = dataclasses.asdict(dataclasses.replace(config, model=""))
     plain["model"] = config.model if isinstance(config.model, str) else config.model.to_dict()
     return {
@@ -212,4 +241,6 @@ def describe(config: Config, flops_per_token: float, parameters: int) -> dict[st
         "ranks": config.ranks,
         "flops_per_token": flops_per_token,
         "parameters": parameters,
+        "gpu": gpu,
+        "memory": memory,
     }

@@ -144,7 +144,7 @@ class Pool:
         pipe = mp.get_context("forkserver").Pipe
         to_worker = [pipe() for _ in range(self.ranks)]
         outputs = [pipe() for _ in range(self.ranks + 1)]
-        setup = RankSetup(config, model, state.handle, landing.handle, config.data.path, "")
+        setup = RankSetup(config, model, state.handle, landing.handle, config.data.path, "", "")
         for rank in range(self.ranks):
             arguments = {
                 "rank": rank,

@@ -206,6 +206,20 @@ def test_one_activation_mode_or_one_per_layer():
         Layout(activations=("keep", "offload")).activation_modes(3)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(),
+        Layout(window=5, schedule="in_backward", partial_budget=0.25),
+        Layout(chunk_bytes=8 * 2**20, activations=("offload",) * 2 + ("keep",) * 30 + ("offload",)),
+        Layout(chunk_bytes=5000, activations="keep"),
+    ],
+)
+def test_a_layout_is_shown_as_the_python_that_makes_it(layout):
+    assert eval(repr(layout)) == layout
+    assert len(repr(layout)) < 120
+
+
 def test_positional_settings_are_refused():
     with pytest.raises(TypeError):
         Layout("sharded")

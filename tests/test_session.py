@@ -22,7 +22,7 @@ SAMPLED = [1, 11, 21, 31, 41]
 """Steps of such a run that have a timeline."""
 COLUMNS = {
     "loss", "targets", "step_seconds", "tokens_per_second", "tflops_per_gpu", "busy", "lr",
-    "gradient_norm", "skipped", "update_seconds",
+    "gradient_norm", "mfu", "skipped", "update_seconds",
 }  # fmt: skip
 
 
@@ -59,13 +59,15 @@ def test_a_run_learns_and_reports_every_step(finished):
     timed = ["step_seconds", "tokens_per_second", "tflops_per_gpu"]
     assert metrics.loc[0, timed].isna().all()
     assert (metrics.loc[1:, timed] > 0).all(axis=None)
-    assert metrics.drop(columns=timed).notna().all(axis=None)
+    assert metrics.drop(columns=[*timed, "mfu"]).notna().all(axis=None)  # a CPU has no known peak
     assert metrics["busy"].between(0, 1).all()
     ranks = finished.log.ranks()
     assert sorted(zip(ranks["step"], ranks["rank"], strict=True)) == [
         (step, rank) for step in range(STEPS) for rank in (0, 1)
     ]
     assert str(STEPS) in repr(finished) and "finished" in repr(finished)
+    page = finished._repr_html_()
+    assert f"{STEPS} of {STEPS}" in page and "finished" in page and "Layout(" in page
 
 
 def test_the_run_folder_tells_the_same(finished, tmp_path):

@@ -5,7 +5,10 @@ import contextlib
 import html
 import math
 import statistics
+import time
 import traceback
+from collections import deque
+from typing import Any
 
 import ipywidgets
 import numpy as np
@@ -15,79 +18,140 @@ from plotly.subplots import make_subplots
 
 from slidedp.session import Run
 from slidedp.telemetry import RunLog, Step, StepReader
+from slidedp.widgets.fit import FitWidth, full_width
+from slidedp.widgets.memory import memory_bars
 
 REFRESH_SECONDS = 0.2
+IDLE = 10.0
+"""A refresh that takes long is followed by a pause of so many times as long."""
 MAX_POINTS = 2000
 """Points that a curve sends to the browser, however long the run."""
 RECENT = 20
-"""Steps whose median time the ETA assumes for those that are left."""
+"""Steps whose median time the ETA assumes for those that are left, and that the waits by rank sum up."""
 GIB = 2**30
 
 BLACK = "#000000"
 # Okabe and Ito's colours without their black, which is the mean's; grey makes an eighth.
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
-LOSS, SPEED, MEMORY, WAITS = (1, 1), (1, 2), (2, 1), (2, 2)
+LOSS, SPEED, SECONDS, MEMORY, WAITS, BY_RANK = (1, 1), (1, 2), (1, 3), (2, 1), (2, 2), (2, 3)
 """Row and column of the panels."""
 
 
 class Curves:
-    """Points of every curve, one per step. Memory on a CPU is known for sampled steps only."""
+    """Every curve in at most MAX_POINTS points, each the mean over `stride` steps."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self) -> None:
+        self.stride = 1
         self.steps: list[int] = []
-        self.loss: list[float] = []
-        self.tokens_per_second: list[float] = []
-        self.rank_loss: list[list[float]] = [[] for _ in range(ranks)]
-        self.rank_memory: list[list[float]] = [[] for _ in range(ranks)]
-        self.waits: dict[str, list[float]] = {}
-        """Per cause, the percentage of compute's time, over all ranks."""
+        """The last step of each point."""
+        self._points: dict[str, list[float]] = {}
+        self._open: list[tuple[int, dict[str, float]]] = []
 
-    def add(self, step: Step) -> None:
-        before = len(self.steps)
-        self.steps.append(step.step)
-        self.loss.append(step.loss)
-        self.tokens_per_second.append(step.tokens_per_second)
-        for event in step.events:
-            rank, nbytes = event["rank"], event["gpu_peak_bytes"] or event["anonymous_bytes"]
-            self.rank_loss[rank].append(event["loss_sum"] / max(1, event["targets"]))
-            self.rank_memory[rank].append(nbytes / GIB if nbytes else math.nan)
-        for event in step.events:
-            for cause in event["wait_seconds"]:
-                self.waits.setdefault(cause, [0.0] * before)
-        seconds = sum(event["compute_seconds"] for event in step.events)
-        for cause, percentages in self.waits.items():
-            waited = sum(event["wait_seconds"].get(cause, 0.0) for event in step.events)
-            percentages.append(100 * waited / seconds)
+    def add(self, step: int, values: dict[str, float]) -> None:
+        self._open.append((step, values))
+        if len(self._open) == self.stride:
+            self._close()
+            if len(self.steps) == MAX_POINTS:
+                self._halve()
+
+    def _close(self) -> None:
+        names = dict.fromkeys(name for _, values in self._open for name in values)
+        for name in names:
+            there = [v[name] for _, v in self._open if name in v and math.isfinite(v[name])]
+            before = self._points.setdefault(name, [])
+            before += [math.nan] * (len(self.steps) - len(before))  # it was not there yet
+            before.append(sum(there) / len(there) if there else math.nan)
+        self.steps.append(self._open[-1][0])
+        self._open.clear()
+
+    def _halve(self) -> None:
+        self.stride *= 2
+        for name, points in self._points.items():
+            points += [math.nan] * (len(self.steps) - len(points))
+            pairs = zip(points[::2], points[1::2], strict=True)
+            self._points[name] = [
+                a if math.isnan(b) else b if math.isnan(a) else (a + b) / 2 for a, b in pairs
+            ]
+        self.steps = self.steps[1::2]
+
+    @property
+    def names(self) -> list[str]:
+        return [*self._points]
+
+    def curve(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Steps and values of one curve, where it has values at all."""
+        points = np.array(self._points.get(name, []), np.float32)
+        steps = np.array(self.steps[: len(points)])
+        if name.startswith("wait "):  # a cause that did not occur took no time
+            points = np.concatenate([np.nan_to_num(points), np.zeros(len(self.steps) - len(points))])
+            return np.array(self.steps), points
+        there = np.isfinite(points) if name.startswith("memory") else np.full(len(points), True)
+        return steps[there], points[there]
+
+
+def _values(step: Step) -> dict[str, float]:
+    """What one step adds to the curves. Waits are percentages of compute's time."""
+    values = {"loss": step.loss, "speed": step.tokens_per_second, "seconds": step.seconds}
+    seconds = sum(event["compute_seconds"] for event in step.events)
+    for event in step.events:
+        rank, nbytes = event["rank"], event["gpu_peak_bytes"] or event["anonymous_bytes"]
+        values[f"loss {rank}"] = event["loss_sum"] / max(1, event["targets"])
+        values[f"memory {rank}"] = nbytes / GIB if nbytes else math.nan
+        for cause, waited in event["wait_seconds"].items():
+            values[f"wait {rank} {cause}"] = 100 * waited / event["compute_seconds"]
+            values[f"wait all {cause}"] = values.get(f"wait all {cause}", 0.0) + 100 * waited / seconds
+    return values
 
 
 class Dashboard(ipywidgets.VBox):
     """Loss, speed, memory and waits of a run, its progress, and a button that stops it.
 
     `Dashboard(run)` follows the run from the kernel's event loop (`await run` keeps that free);
-    `Dashboard(open_run(folder))` shows a run folder. `figure` is a plotly figure.
+    `Dashboard(open_run(folder))` shows a run folder. `figure` is a plotly figure. `predicted` (seconds a
+    step, by the step-time model) is drawn beside the measured steps.
     """
 
     step = traitlets.Int(0, help="Steps that every rank has reported.").tag(sync=False)
     status = traitlets.Unicode(help="The run's status; of a run folder, how it ended.").tag(sync=False)
     failure = traitlets.Unicode(help="What ended the run, with its traceback; shown below.").tag(sync=False)
+    rank = traitlets.Int(-1, help="The rank whose loss and waits are shown; -1 for all.").tag(sync=False)
+    predicted = traitlets.Float(math.nan, help="Predicted seconds of a step; NaN for none.").tag(sync=False)
 
-    def __init__(self, source: Run | RunLog) -> None:
+    def __init__(self, source: Run | RunLog, predicted: float = math.nan) -> None:
         self._run = source if isinstance(source, Run) else None
         self._log = source.log if isinstance(source, Run) else source
-        self._ranks = int(self._log.description["ranks"])
-        self._steps = int(self._log.description["config"]["steps"])
-        self._reader, self._curves = StepReader(self._log), Curves(self._ranks)
-        self._step_seconds: list[float] = []
-        self.figure = _figure(self._ranks, self._log.description["config"]["device"] == "cuda")
+        description = self._log.description
+        self._ranks = int(description["ranks"])
+        self._steps = int(description["config"]["steps"])
+        self._reader, self._curves = StepReader(self._log), Curves()
+        self._last: Step | None = None
+        self._recent: deque[Step] = deque(maxlen=RECENT)
+        self._switches: list[str] = []
+        self.figure = full_width(_figure(self._ranks, description["config"]["device"] == "cuda"))
         self._bar = ipywidgets.IntProgress(max=self._steps, layout={"width": "240px"})
         self._text = ipywidgets.HTML()
         self._stop = ipywidgets.Button(
             description="Stop", icon="stop", tooltip="End the run at the next step boundary"
         )
         self._stop.on_click(self._on_stop)
-        self._error = ipywidgets.HTML()
-        head = ipywidgets.HBox([self._stop, self._bar, self._text], layout={"align_items": "center"})
-        super().__init__([head, self.figure, self._error])
+        choices = [("all ranks", -1), *((f"rank {rank}", rank) for rank in range(self._ranks))]
+        self._choice = ipywidgets.Dropdown(options=choices, layout={"width": "110px"})
+        self._memory, self._layouts, self._error = (ipywidgets.HTML() for _ in range(3))
+        head = [self._stop, self._choice, self._bar, self._text]
+        super().__init__(
+            [
+                ipywidgets.HBox(head, layout={"align_items": "center"}),
+                self.figure,
+                self._layouts,
+                self._memory,
+                self._error,
+                FitWidth(),
+            ]
+        )
+        traitlets.link((self._choice, "value"), (self, "rank"))
+        self.observe(lambda _: self._draw(), "rank")
+        self.observe(lambda _: self._predict(), "predicted")
+        self.predicted = predicted
         self.update()
         if self._run is not None and self._run.running:
             with contextlib.suppress(RuntimeError):  # no loop: whoever made this calls update()
@@ -98,12 +162,13 @@ class Dashboard(ipywidgets.VBox):
         over = self._run is None or not self._run.running  # read first: nothing comes after it is true
         new = self._reader.new_steps()
         for step in new:
-            self._curves.add(step)
+            self._curves.add(step.step, _values(step))
         if new:
-            seconds = [step.seconds for step in new if math.isfinite(step.seconds)]
-            self._step_seconds = [*self._step_seconds, *seconds][-RECENT:]
-            self.step = len(self._curves.steps)
+            self._recent.extend(new)
+            self._last = new[-1]
+            self.step += len(new)
             self._draw()
+        self._show_switches()
         ends = self._log.events("end") if over else []
         self.status = ends[-1]["status"] if ends else "not ended" if self._run is None else self._run.status
         self.failure = (ends[-1]["failure"] or "") if ends else ""
@@ -113,45 +178,100 @@ class Dashboard(ipywidgets.VBox):
             self.status, ""
         )
         self._text.value = html.escape(self.summary())
+        self._memory.value = self._memory_bars()
         self._error.value = _preformatted(self.failure)
 
     def summary(self) -> str:
         """Progress, latest figures and ETA in one line."""
         parts = [self.status, f"step {self.step} of {self._steps}"]
-        if self.step:
-            parts.append(f"loss {self._curves.loss[-1]:.3f}")
-        if self._step_seconds:
-            parts.append(f"{self._curves.tokens_per_second[-1]:,.0f} tokens/s")
-        if self._step_seconds and self.status == "running":
-            left = (self._steps - self.step) * statistics.median(self._step_seconds)
+        seconds = [step.seconds for step in self._recent if math.isfinite(step.seconds)]
+        if self._last is not None:
+            parts.append(f"loss {self._last.loss:.3f}")
+        if self._last is not None and seconds:
+            parts.append(f"{self._last.tokens_per_second:,.0f} tokens/s")
+            parts.append(self._utilization(statistics.median(seconds)))
+        if seconds and self.status == "running":
+            left = (self._steps - self.step) * statistics.median(seconds)
             parts.append(f"{_duration(left)} left")
-        return " · ".join(parts)
+        return " · ".join(part for part in parts if part)
+
+    def _utilization(self, seconds: float) -> str:
+        """MFU where the GPU's peak is known, else model TFLOPS; nothing on a CPU."""
+        if self._log.description["config"]["device"] != "cuda":
+            return ""
+        targets = statistics.mean(sum(e["targets"] for e in step.events) for step in self._recent)
+        flops = targets / seconds / self._ranks * float(self._log.description["flops_per_token"])
+        peak = self._log.peak_tflops
+        text = f"{flops / 1e12:,.0f} TFLOPS/GPU"
+        return text if peak is None else f"{text}, MFU {flops / 1e12 / peak:.0%}"
+
+    def _memory_bars(self) -> str:
+        """The plan's parts against what is free and what the processes have."""
+        if self._last is None:
+            return ""
+        memory, events = self._reader.memory, self._last.events
+        shared = sum(memory["host"].values())
+        own = sum(event["anonymous_bytes"] for event in events) + self._reader.worker_bytes
+        measured = {"host": shared + own, "device": max(event["gpu_peak_bytes"] for event in events)}
+        return memory_bars(memory, self._ranks, measured)
+
+    def _show_switches(self) -> None:
+        """A dotted line, and a line of text, for every layout that the run has switched to."""
+        for step, layout in self._reader.layouts[len(self._switches) :]:
+            before = self._reader.layouts[len(self._switches) - 1][1] if self._switches else None
+            before = before or self._log.description["config"]["layout"]
+            changed = ", ".join(
+                f"{name} {_plain(value)}"
+                for name, value in layout.items()
+                if _differ(value, before.get(name))
+            )
+            self._switches.append(f"step {step}: {changed or 'the same layout again'}")
+            for panel in (LOSS, SPEED, SECONDS, WAITS):
+                line = {"dash": "dot", "color": "#777777", "width": 1}
+                self.figure.add_vline(x=step - 0.5, line=line, row=panel[0], col=panel[1])
+            self._layouts.value = _preformatted("switched at " + "\n            ".join(self._switches))
 
     def _draw(self) -> None:
         curves, figure = self._curves, self.figure
-        kept = _kept(len(curves.steps))
-        x = np.array(curves.steps)[kept]
+        causes = sorted({name.split(" ", 2)[2] for name in curves.names if name.startswith("wait ")})
         known = {trace.meta for trace in figure.data}
         # Their order is the stacking order, so a new cause goes on top.
-        for cause in [cause for cause in curves.waits if f"wait {cause}" not in known]:
-            figure.add_trace(_wait_trace(cause, len(known) - 2 * self._ranks - 2), *WAITS)
+        for cause in [cause for cause in causes if f"wait {cause}" not in known]:
+            index = sum(str(name).startswith("wait ") for name in known)
+            figure.add_trace(_wait_trace(cause, index), *WAITS)
+            figure.add_trace(_rank_waits(cause, index), *BY_RANK)
             known.add(f"wait {cause}")
-        values = {"loss": curves.loss, "speed": curves.tokens_per_second}
-        for rank in range(self._ranks):
-            values[f"loss {rank}"], values[f"memory {rank}"] = (
-                curves.rank_loss[rank],
-                curves.rank_memory[rank],
-            )
-        values |= {f"wait {cause}": percentages for cause, percentages in curves.waits.items()}
+        who = "all" if self.rank < 0 else str(self.rank)
         with figure.batch_update():
             for trace in figure.data:
-                y = np.array(values[trace.meta], np.float32)
-                if trace.meta.startswith("memory"):  # sampled: its few points would fall through a stride
-                    there = np.flatnonzero(np.isfinite(y))
-                    there = there[_kept(len(there))]
-                    trace.update(x=np.array(curves.steps)[there], y=y[there])
-                else:
-                    trace.update(x=x, y=y[kept])
+                kind, _, rest = trace.meta.partition(" ")
+                if kind == "recent":
+                    percentages, names = self._recent_waits(rest)
+                    trace.update(x=percentages, y=names)
+                    continue
+                if trace.meta == "predicted":
+                    ends = np.array(curves.steps)[[0, -1]] if curves.steps else np.array([])
+                    trace.update(x=ends, y=np.full(len(ends), self.predicted))
+                    continue
+                x, y = curves.curve(f"wait {who} {rest}" if kind == "wait" else trace.meta)
+                trace.update(x=x, y=y)
+                if kind == "loss" and rest:
+                    trace.update(opacity=0.8 if self.rank in (-1, int(rest)) else 0.15)
+
+    def _predict(self) -> None:
+        self._draw()
+        # Not in a batch, which would give every other trace its default.
+        (line,) = self.figure.select_traces({"meta": "predicted"})
+        line.showlegend = math.isfinite(self.predicted)
+
+    def _recent_waits(self, cause: str) -> tuple[list[float], list[str]]:
+        """Percentage of compute's time that each rank has waited in the recent steps."""
+        percentages = []
+        for rank in range(self._ranks):
+            events: list[dict[str, Any]] = [step.events[rank] for step in self._recent]
+            waited = sum(event["wait_seconds"].get(cause, 0.0) for event in events)
+            percentages.append(100 * waited / max(1e-9, sum(event["compute_seconds"] for event in events)))
+        return percentages, [f"rank {rank}" for rank in range(self._ranks)]
 
     async def _follow(self) -> None:
         assert self._run is not None
@@ -159,8 +279,9 @@ class Dashboard(ipywidgets.VBox):
             running = True
             while running:
                 running = self._run.running
+                begun = time.monotonic()
                 self.update()
-                await asyncio.sleep(REFRESH_SECONDS)
+                await asyncio.sleep(max(REFRESH_SECONDS, IDLE * (time.monotonic() - begun)))
         except Exception:  # a task's exception is seen by no one
             self._error.value = _preformatted(traceback.format_exc())
 
@@ -171,10 +292,10 @@ class Dashboard(ipywidgets.VBox):
             self._run.stop()
 
 
-def _figure(ranks: int, cuda: bool) -> go.FigureWidget:
-    memory = "GPU memory, peak" if cuda else "host memory of a rank (PSS)"
-    titles = ("loss", "speed", memory, "compute waits, by cause")
-    figure = make_subplots(2, 2, subplot_titles=titles, vertical_spacing=0.2, horizontal_spacing=0.12)
+def _figure(ranks: int, cuda: bool) -> go.Figure:
+    memory = "GPU memory, peak" if cuda else "memory of a rank alone"
+    titles = ("loss", "speed", "step time", memory, "compute waits, by cause", f"waits of {RECENT} steps")
+    figure = make_subplots(2, 3, subplot_titles=titles, vertical_spacing=0.2, horizontal_spacing=0.08)
     for rank in range(ranks):
         line = {"color": COLORS[rank % len(COLORS)], "width": 1}
         name = f"rank {rank}"
@@ -185,26 +306,40 @@ def _figure(ranks: int, cuda: bool) -> go.FigureWidget:
         figure.add_trace(loss, *LOSS)
         figure.add_trace(memory_trace, *MEMORY)
     mean = {"color": BLACK, "width": 2}
+    dashed = {"color": COLORS[5], "width": 2, "dash": "dash"}
     figure.add_trace(go.Scatter(meta="loss", name="all ranks", line=mean), *LOSS)
     figure.add_trace(go.Scatter(meta="speed", name="all ranks", showlegend=False, line=mean), *SPEED)
+    figure.add_trace(go.Scatter(meta="seconds", name="measured", showlegend=False, line=mean), *SECONDS)
+    figure.add_trace(go.Scatter(meta="predicted", name="predicted", showlegend=False, line=dashed), *SECONDS)
     figure.update_traces(mode="lines")
-    figure.update_xaxes(title_text="step", title_standoff=4, rangemode="tozero")
-    for panel, unit in ((LOSS, "nats per target token"), (SPEED, "target tokens/s"), (MEMORY, "GiB")):
-        figure.update_yaxes(title_text=unit, row=panel[0], col=panel[1])
-    figure.update_yaxes(title_text="% of compute's time", row=WAITS[0], col=WAITS[1])
-    for row, column in (SPEED, MEMORY, WAITS):
+    for row, column in (LOSS, SPEED, SECONDS, MEMORY, WAITS):
+        figure.update_xaxes(title_text="step", title_standoff=4, rangemode="tozero", row=row, col=column)
+    units = {
+        LOSS: "nats per target token",
+        SPEED: "target tokens/s",
+        SECONDS: "s",
+        MEMORY: "GiB",
+        WAITS: "% of compute's time",
+    }
+    for (row, column), unit in units.items():
+        figure.update_yaxes(title_text=unit, title_standoff=4, row=row, col=column)
+    for row, column in (SPEED, SECONDS, MEMORY, WAITS):
         figure.update_yaxes(rangemode="tozero", row=row, col=column)
+    figure.update_xaxes(
+        title_text="% of compute's time", title_standoff=4, rangemode="tozero", row=BY_RANK[0], col=BY_RANK[1]
+    )
+    figure.update_yaxes(autorange="reversed", type="category", row=BY_RANK[0], col=BY_RANK[1])
     beside = {"x": 1.02, "xanchor": "left", "yanchor": "top"}
     figure.update_layout(
         height=560,
-        autosize=True,  # as wide as the cell; a FigureWidget is 700 pixels wide otherwise
         template="plotly_white",
         margin={"l": 60, "r": 20, "t": 40, "b": 50},
+        barmode="stack",
         hovermode="x unified",
-        legend={**beside, "y": 1.0, "title_text": ""},
+        legend={**beside, "y": 1.0, "tracegroupgap": 2},
         legend2={**beside, "y": 0.4, "title_text": "waits for", "traceorder": "reversed"},
     )
-    return go.FigureWidget(figure)
+    return figure
 
 
 def _wait_trace(cause: str, index: int) -> go.Scatter:
@@ -218,9 +353,28 @@ def _wait_trace(cause: str, index: int) -> go.Scatter:
     )
 
 
-def _kept(count: int) -> np.ndarray:
-    """Indices of at most MAX_POINTS evenly spaced points of `count`, the last always among them."""
-    return np.unique(np.linspace(0, count - 1, min(count, MAX_POINTS)).astype(int)) if count else np.arange(0)
+def _rank_waits(cause: str, index: int) -> go.Bar:
+    color = COLORS[index % len(COLORS)]
+    return go.Bar(
+        meta=f"recent {cause}",
+        name=cause,
+        orientation="h",
+        marker={"color": color, "opacity": 0.5},
+        showlegend=False,
+    )
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Tuples of a layout are lists once they have been JSON."""
+    return (list(one) if isinstance(one, tuple) else one) != (
+        list(other) if isinstance(other, tuple) else other
+    )
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, list | tuple):  # activation modes, one a layer
+        return ", ".join(f"{list(value).count(mode)} {mode}" for mode in dict.fromkeys(value))
+    return str(value)
 
 
 def _duration(seconds: float) -> str:

@@ -72,3 +72,5 @@ class Begin(NamedTuple):
     stop: bool = False
     layout: Layout | None = None
     landing: Handle | None = None
+    profile: int = 0
+    """Record this many steps with torch.profiler, from this one on; 0 for none."""

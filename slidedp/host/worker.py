@@ -38,6 +38,12 @@ class Stop(NamedTuple):
     """Launcher to worker: end at the next step boundary."""
 
 
+class Profile(NamedTuple):
+    """Launcher to worker: let every rank record so many steps with torch.profiler."""
+
+    steps: int
+
+
 MAX_SKIPPED = 10
 """Steps in a row whose gradients were not finite, after which the run stops."""
 
@@ -68,6 +74,8 @@ class OptimizerWorker:
         self._skipped_in_a_row = 0
         self._answered = 0  # the last step whose Begin has been sent
         self._command: SetLayout | Stop | None = None
+        self._profile = 0  # steps that the next Begin asks the ranks to record
+        self._profiled = range(0)
         self._started: dict[int, list[int]] = {}
         self._early: list[Landed | Written] = []  # of the next step
         kernels.set_threads(worker_threads(len(ranks)))
@@ -97,9 +105,11 @@ class OptimizerWorker:
 
     # --- what arrives ---------------------------------------------------------------------------
 
-    def command(self, command: SetLayout | Stop) -> None:
+    def command(self, command: SetLayout | Stop | Profile) -> None:
         """A wish of the launcher, answered at the next step boundary. A stop is never overruled."""
-        if not isinstance(self._command, Stop):
+        if isinstance(command, Profile):
+            self._profile = command.steps
+        elif not isinstance(self._command, Stop):
             self._command = command
 
     def handle(self, message: Started | Landed | Written | Finished) -> None:
@@ -119,7 +129,7 @@ class OptimizerWorker:
         counts = self._started.setdefault(message.step, [])
         counts.append(message.targets)
         if len(counts) == 1 and not isinstance(self._command, SetLayout):
-            self._send(Begin(message.step + 1, stop=isinstance(self._command, Stop)))
+            self._send_begin(message.step + 1)
             self._answered = message.step + 1
         elif len(counts) == 1:
             self._answered = message.step
@@ -234,7 +244,7 @@ class OptimizerWorker:
             "update_seconds": sum(end - begun for _, begun, end in self._spans),
             "anonymous_bytes": anonymous_bytes(),
         }
-        if self.step % TIMELINE_EVERY == 1:
+        if self.step % TIMELINE_EVERY == 1 or self.step in self._profiled:
             event["spans"] = self._spans
         if self._skipped:
             event["not_finite"] = self._first_not_finite()
@@ -272,9 +282,16 @@ class OptimizerWorker:
             plan = LandingPlan(self.state.units, len(self.ranks), command.layout, self.landing.plan.itemsize)
             self.landing.close()
             self._use(command.layout, Landing(plan, dtype, command.landing))
-            self._send(Begin(self.step + 1, False, command.layout, command.landing))
+            self._send_begin(self.step + 1, command)
         else:
-            self._send(Begin(self.step + 1, stop=isinstance(command, Stop)))
+            self._send_begin(self.step + 1)
+
+    def _send_begin(self, step: int, switch: SetLayout | None = None) -> None:
+        layout, landing = switch or (None, None)
+        if self._profile:
+            self._profiled = range(step, step + self._profile)
+        self._send(Begin(step, isinstance(self._command, Stop), layout, landing, self._profile))
+        self._profile = 0
 
     def _denominator_scale(self) -> float:
         """Ranks differentiate the summed loss divided by their own token count (a constant);

@@ -122,14 +122,15 @@ class Engine:
     # --- compute --------------------------------------------------------------------------------
 
     def step(
-        self, number: int, input_ids: torch.Tensor, labels: torch.Tensor
+        self, number: int, input_ids: torch.Tensor, labels: torch.Tensor, profiled: bool = False
     ) -> tuple[torch.Tensor, Timeline]:
         """Enqueues one step on [batch, sequence] int64 device tensors.
 
         Returns the loss summed over this rank's targets (FP32 scalar on the host, there when the
         timeline is done) and the timeline. All transfers of the step follow from the transfer thread.
+        `profiled`: torch.profiler records the step.
         """
-        timeline = Timeline(self.device)
+        timeline = Timeline(self.device, profiled)
         step = Step(number, self.abort, timeline)
         self._steps.put(step)
         layers = self.units[1:-1]

@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
+from torch.profiler import record_function
 
 from slidedp.stream.device import Device
 
@@ -27,10 +28,13 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Spans of one step. Recording costs two events a span; nothing waits."""
+    """Spans of one step. Recording costs two events a span; nothing waits.
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    `profiled`: a torch.profiler records this step, and gets the spans as named ranges.
+    """
+
+    def __init__(self, device: Device, profiled: bool = False) -> None:
+        self._device, self.profiled = device, profiled
         self._spans: list[tuple[str, str, str, Mark, Mark]] = []
         self._origin = self._mark(device.compute)
         self._last = self._origin
@@ -56,7 +60,8 @@ class Timeline:
     ) -> Iterator[None]:
         """Marks what is enqueued inside, from `begin` to `end` (the compute stream by default)."""
         start = self._mark(begin or self._device.compute)
-        yield
+        with record_function(f"{phase} {unit}") if self.profiled else nullcontext():
+            yield
         stop = self._mark(end or self._device.compute)
         self._spans.append((track, unit, phase, start, stop))
 

@@ -12,7 +12,7 @@ from slidedp.host import worker as worker_module
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.messages import Begin, Consumed, Finished, Landed, Published, Started
 from slidedp.host.state import HostState
-from slidedp.host.worker import OptimizerWorker, SetLayout, Stop, run_worker
+from slidedp.host.worker import OptimizerWorker, Profile, SetLayout, Stop, run_worker
 from slidedp.model.units import Parameter, Unit, chunks
 
 RANKS = 2
@@ -458,6 +458,24 @@ def test_a_stop_after_the_layout_was_accepted_wins(bench):
     made.start(0)  # step 0 ends with a switch
     made.worker.command(Stop())
     assert finish(made, 0) == [[Begin(1, stop=True)]] * RANKS
+    landing.close()
+
+
+def test_a_recording_is_asked_for_once_and_beside_a_new_layout(bench):
+    made, new = bench(layout()), layout("cpu")
+    landing = made.new_landing(new)
+    made.worker.command(SetLayout(new, landing.handle))
+    made.worker.command(Profile(2))
+    made.start(0)
+    assert finish(made, 0) == [[Begin(1, False, new, landing.handle, profile=2)]] * RANKS
+    made.start(1)
+    assert made.said() == [Begin(2)]
+    for step in (1, 2):
+        finish(made, step)
+        made.start(step + 1)
+    finish(made, 3)
+    spans = {r["step"]: "spans" in r for r in made.reports if r["kind"] == "update"}
+    assert spans == {0: False, 1: True, 2: True, 3: False}
     landing.close()
 
 

@@ -1,12 +1,12 @@
 """The dashboard's state and figure, without a browser."""
 
 import asyncio
-import math
+import dataclasses
 
 import numpy as np
 import pytest
 
-from slidedp import Run, open_run
+from slidedp import Layout, Run, open_run
 from slidedp.telemetry import RunLog
 from slidedp.widgets import Dashboard
 from slidedp.widgets.dashboard import MAX_POINTS
@@ -40,6 +40,13 @@ def log(tmp_path):
             "config": {"steps": steps, "device": device},
             "flops_per_token": 6e6,
             "parameters": 10**6,
+            "gpu": "NVIDIA H200" if device == "cuda" else None,
+            "memory": {
+                "host": {"FP32 master weights": 4 * 2**30},
+                "device": {"window": 2**30, "workspace (estimate)": 2**29},
+                "host_available": 64 * 2**30,
+                "device_available": 3 * 2**30 if device == "cuda" else None,
+            },
         }
         return RunLog.create(tmp_path / "run", description)
 
@@ -144,20 +151,89 @@ def test_a_fault_of_the_dashboard_is_shown_under_it(log):
     assert "KeyError" in asyncio.run(follow())
 
 
-def test_long_runs_send_few_points(log):
-    run = FakeRun(log(ranks=1, steps=5000))
-    for step in range(5000):
+def test_long_runs_send_few_points_that_stand_for_all_steps(log):
+    steps = 5000
+    run = FakeRun(log(ranks=1, steps=steps))
+    for step in range(steps):
         add_step(run.log, step)
     dashboard = Dashboard(run)
     loss = curve(dashboard, "loss")
     assert len(loss.x) <= MAX_POINTS
-    assert (loss.x[0], loss.x[-1]) == (0, 4999)
-    assert len(curve(dashboard, "memory 0").x) == 250
-    assert math.isnan(curve(dashboard, "speed").y[0])
+    stride = loss.x[1] - loss.x[0]
+    assert loss.x[-1] > steps - 1 - stride
+    every = [5.0 - 0.01 * step for step in range(len(loss.x) * stride)]
+    np.testing.assert_allclose(loss.y, np.array(every).reshape(-1, stride).mean(axis=1), atol=1e-4)
+    assert dashboard.step == steps and "loss -44.990" in dashboard.summary()
+
+
+def test_a_refresh_does_not_grow_with_the_run(log, monkeypatch):
+    """It reads each event once, and never scans the log."""
+    run = FakeRun(log(ranks=1))
+    dashboard = Dashboard(run)
+    monkeypatch.setattr(run.log, "events", lambda kind: pytest.fail(f"scanned for {kind}"))
+    for step in range(5):
+        add_step(run.log, step)
+        dashboard.update()
+    assert dashboard.step == 5
+
+
+def test_one_rank_can_be_looked_at(log):
+    run = FakeRun(log(ranks=2))
+    for step in range(3):
+        add_step(run.log, step)
+    run.log.events_since(0)[-1]["wait_seconds"]["delivery"] = 0.25  # rank 1 in the last step
+    dashboard = Dashboard(run)
+    assert list(curve(dashboard, "wait delivery").y) == [10, 10, 30]
+    dashboard._choice.value = 1  # what a click does
+    assert dashboard.rank == 1
+    assert list(curve(dashboard, "wait delivery").y) == [10, 10, 50]
+    assert curve(dashboard, "loss 0").opacity < curve(dashboard, "loss 1").opacity
+    by_rank = curve(dashboard, "recent delivery")
+    assert list(by_rank.y) == ["rank 0", "rank 1"]
+    np.testing.assert_allclose(by_rank.x, [10, 70 / 3])
+
+
+def test_a_switch_is_marked_and_named(log):
+    run = FakeRun(log())
+    before = dataclasses.asdict(Layout())
+    run.log.description["config"]["layout"] = before
+    add_step(run.log, 0)
+    for rank in (0, 1):
+        layout = before | {"window": 5, "activations": ["keep", "offload", "keep"]}
+        run.log.add({"kind": "layout", "rank": rank, "step": 1, "layout": layout})
+    dashboard = Dashboard(run)
+    assert {shape.x0 for shape in dashboard.figure.layout.shapes} == {0.5}
+    assert "step 1: window 5, activations 2 keep, 1 offload" in dashboard._layouts.value
+    shapes = len(dashboard.figure.layout.shapes)
+    dashboard.update()
+    assert len(dashboard.figure.layout.shapes) == shapes
+
+
+def test_predicted_steps_utilization_and_memory(log):
+    run = FakeRun(log(ranks=1, device="cuda"))
+    for step in range(3):
+        add_step(run.log, step)
+    dashboard = Dashboard(run, predicted=0.4)
+    assert list(curve(dashboard, "predicted").y) == [0.4, 0.4]
+    dashboard.predicted = 0.3
+    assert list(curve(dashboard, "predicted").y) == [0.3, 0.3]
+    assert list(curve(dashboard, "seconds").y)[1:] == [0.5, 0.5]
+    # 100 targets in 0.5 s at 6e6 FLOPs each: a millionth of an H200's 989 TFLOP/s.
+    assert "0 TFLOPS/GPU, MFU 0%" in dashboard.summary()
+    assert run.log.metrics()["mfu"].iloc[-1] == pytest.approx(200 * 6e6 / 989e12)
+    text = dashboard._memory.value
+    for part in ("window: 1.0 GiB", "workspace (estimate): 0.5 GiB", "FP32 master weights: 4.0 GiB"):
+        assert part in text
+    assert "measured 1.0 GiB" in text  # GPU, peak
+    assert "measured 4.5 GiB" in text  # shared segments and what the rank has alone
+    run.log.add({"kind": "plan", "memory": run.log.description["memory"] | {"device": {"window": 2**32}}})
+    dashboard.update()
+    assert "window: 4.0 GiB" in dashboard._memory.value and "does not fit" in dashboard._memory.value
 
 
 def test_the_figure_names_its_units(log):
     figure = Dashboard(log()).figure
     titles = [axis.title.text for axis in figure.select_yaxes()]
-    assert titles == ["nats per target token", "target tokens/s", "GiB", "% of compute's time"]
-    assert {axis.title.text for axis in figure.select_xaxes()} == {"step"}
+    waits = "% of compute's time"
+    assert titles == ["nats per target token", "target tokens/s", "s", "GiB", waits, None]
+    assert [axis.title.text for axis in figure.select_xaxes()] == ["step"] * 5 + [waits]
