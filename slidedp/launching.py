@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from slidedp.config import DTYPES, Config
-from slidedp.data.text import is_prepared
+from slidedp.data.prepare import is_prepared
 from slidedp.errors import ConfigError, reason
 from slidedp.host.state import HostState
 from slidedp.model.load import fill_random, load_pretrained

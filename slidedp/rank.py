@@ -10,6 +10,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from slidedp.host.memory import Handle, anonymous_bytes
 from slidedp.host.messages import Finished, Started
 from slidedp.host.process import die_with_parent, doing, reporting, return_freed_memory, show_signs_of_life
 from slidedp.host.state import HostState, StateHandle
+from slidedp.model.documents import VARLEN, Positions, has_varlen, within_documents
 from slidedp.model.families import LayerFunction, layer_function, norm_function, rotary_tables, skeleton
 from slidedp.model.loss import IGNORED, softmax_gradient
 from slidedp.stream.device import Abort, Aborted, Device
@@ -56,8 +58,9 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
     for unit in state.units:
         device.register(state.delivered(unit))
     gates = Gates(worker, len(state.units), abort)
-    functions = model_functions(config, setup.model, device, state.dtype)
     samples = Samples(setup.samples)
+    bounded = samples.position_ids is not None
+    functions = model_functions(config, setup.model, device, state.dtype, bounded)
     order = Order(samples.count, config.batch_size, config.seed)
     per_rank = config.batch_size // ranks
 
@@ -102,15 +105,10 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
                     engine, landing = build(begin.layout, begin.landing)
                     launcher.send({"kind": "layout", "rank": rank, "step": step})
             rows = order.step(step)[rank * per_rank : (rank + 1) * per_rank]
-            input_ids, labels = samples.rows(rows)
-            targets = int((labels != IGNORED).sum())
-            gates.send(Started(step, targets))
-            loss, timeline = engine.step(
-                step,
-                device.bring(input_ids),
-                device.bring(labels),
-            )
-            metrics.add(step, loss, targets, timeline)
+            batch = on_device(samples, rows, functions, device)
+            gates.send(Started(step, batch.targets))
+            loss, timeline = engine.step(step, batch.input_ids, batch.labels, batch.positions)
+            metrics.add(step, loss, batch.targets, timeline)
         release(engine, landing)
         metrics.flush()
         gates.send(Finished())
@@ -122,12 +120,41 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
         raise
 
 
+class Batch(NamedTuple):
+    """What one rank takes in a step."""
+
+    input_ids: torch.Tensor
+    """int64 [batch, length] on the device, as `labels`."""
+    labels: torch.Tensor
+    positions: Positions
+    targets: int
+    """Labels that are not IGNORED."""
+
+
+def on_device(samples: Samples, rows: np.ndarray, functions: ModelFunctions, device: Device) -> Batch:
+    """The samples at `rows`, on their way to the device."""
+    input_ids, labels = samples.rows(rows)
+    position_ids = samples.positions(rows)
+    return Batch(
+        device.bring(input_ids),
+        device.bring(labels),
+        functions.positions if position_ids is None else functions.within_documents(position_ids),
+        int((labels != IGNORED).sum()),
+    )
+
+
 def model_functions(
-    config: Config, model_config: PretrainedConfig, device: Device, dtype: torch.dtype
+    config: Config,
+    model_config: PretrainedConfig,
+    device: Device,
+    dtype: torch.dtype,
+    bounded: bool = False,
 ) -> ModelFunctions:
-    """The compute of embed, layer and head, compiled if the config says so."""
+    """The compute of embed, layer and head, compiled if the config says so. `bounded`: for sequences that
+    hold several documents."""
     model = skeleton(model_config)
-    layer, softmax = layer_function(model), softmax_gradient
+    attention = VARLEN if bounded and has_varlen(model_config, device.torch, dtype) else "sdpa"
+    layer, softmax = layer_function(model, attention), softmax_gradient
     compiled = torch.compile(layer, dynamic=False) if config.compile else layer
     cos, sin = rotary_tables(model_config, model, config.sequence_length, device.torch, dtype)
     padding = model.model.embed_tokens.padding_idx
@@ -136,8 +163,8 @@ def model_functions(
         partial=partial(compile_partial, layer) if config.compile else lambda budget: compiled,
         norm=norm_function(model),
         softmax=torch.compile(softmax, dynamic=False) if config.compile else softmax,
-        cos=cos,
-        sin=sin,
+        positions=Positions(cos, sin),
+        within_documents=partial(within_documents, Positions(cos, sin), attention == VARLEN),
         padding_index=-1 if padding is None else padding,
     )
 

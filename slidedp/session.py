@@ -15,7 +15,7 @@ import pandas as pd
 
 from slidedp.config import Config, Layout
 from slidedp.data.samples import Samples
-from slidedp.data.text import check_samples, prepare
+from slidedp.data.prepare import check_samples, prepare
 from slidedp.errors import ConfigError
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.state import HostState

@@ -1,6 +1,7 @@
 """The plain loop that every route must agree with: one process, one model, torch.optim.AdamW."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -35,8 +36,9 @@ def _train(config: Config) -> SimpleNamespace:
     order = Order(samples.count, config.batch_size, config.seed)
     losses, norms = [], []
     for step in range(config.steps):
-        input_ids, labels = samples.rows(order.step(step))
-        logits = model(input_ids=input_ids).logits
+        rows = order.step(step)
+        input_ids, labels = samples.rows(rows)
+        logits = _logits(model, input_ids, samples.positions(rows))
         total = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum"
         )
@@ -51,3 +53,14 @@ def _train(config: Config) -> SimpleNamespace:
         losses.append(float(loss.detach()))
     named = {n: p.detach() for n, p in model.named_parameters()}
     return SimpleNamespace(losses=losses, norms=norms, parameters=named)
+
+
+def _logits(model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+    """Logits of whole sequences, or of their documents one by one."""
+    if position_ids is None:
+        return model(input_ids=input_ids).logits
+    rows = []
+    for ids, positions in zip(input_ids, position_ids, strict=True):
+        sizes = torch.diff(torch.nonzero(positions == 0)[:, 0], append=torch.tensor([len(ids)])).tolist()
+        rows.append(torch.cat([model(input_ids=part[None]).logits[0] for part in ids.split(sizes)]))
+    return torch.stack(rows)

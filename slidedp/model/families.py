@@ -17,7 +17,8 @@ from slidedp.errors import ConfigError, reason
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Models of the shape embed_tokens, layers, norm, lm_head with rotary positions and causal SDPA."""
 
-LayerFunction = Callable[[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+LayerFunction = Callable[..., torch.Tensor]
+"""(parameters, hidden, cos, sin, bounds) -> hidden; see `slidedp.model.documents.Positions`."""
 
 
 def load_config(model: str | PretrainedConfig) -> PretrainedConfig:
@@ -75,22 +76,25 @@ def _check_length(config: Any, sequence_length: int) -> None:
         )
 
 
-def layer_function(model: Any) -> LayerFunction:
-    """f(parameters, hidden, cos, sin) -> hidden of one decoder layer; hidden is [batch, seq, width]."""
+def layer_function(model: Any, attention: str = "sdpa") -> LayerFunction:
+    """f(parameters, hidden, cos, sin, bounds) -> hidden of one decoder layer; hidden is [batch, seq,
+    width]. Without bounds attention is causal over the whole sequence."""
     template = model.model.layers[0]
     template.train()
+    template.self_attn.config._attn_implementation = attention
 
     def layer(
         parameters: dict[str, torch.Tensor],
         hidden: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
+        bounds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return functional_call(
             template,
             parameters,
             (hidden,),
-            {"position_embeddings": (cos, sin), "attention_mask": None, "use_cache": False},
+            {"position_embeddings": (cos, sin), "attention_mask": bounds, "use_cache": False},
         )
 
     return layer

@@ -18,6 +18,7 @@ from slidedp.host.landing import Landing
 from slidedp.host.messages import Landed, Written
 from slidedp.host.process import doing
 from slidedp.host.state import HostState
+from slidedp.model.documents import Positions
 from slidedp.model.families import LayerFunction
 from slidedp.model.loss import SoftmaxGradient, linear_cross_entropy
 from slidedp.model.units import Unit, chunks
@@ -42,8 +43,10 @@ class ModelFunctions(NamedTuple):
     """The layer, compiled so that it keeps this fraction of its intermediates."""
     norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     softmax: SoftmaxGradient
-    cos: torch.Tensor
-    sin: torch.Tensor
+    positions: Positions
+    """Those of sequences that are one document each."""
+    within_documents: Callable[[torch.Tensor], Positions]
+    """Those of sequences with these position ids, int64 [batch, length] on the CPU."""
     padding_index: int
     """Row of the embedding that gets no gradient; -1 for none."""
 
@@ -88,6 +91,8 @@ class Engine:
             unit + 1: self._call(partial if mode == "partial" else functions.layer)
             for unit, mode in enumerate(self.modes)
         }
+        self.positions = functions.positions
+        """Those of the batch that compute is at."""
         self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self._landings: queue.SimpleQueue[tuple[Landed | Written, Arrival] | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[tuple[Landed | Written, Arrival] | None] = queue.SimpleQueue()
@@ -122,13 +127,18 @@ class Engine:
     # --- compute --------------------------------------------------------------------------------
 
     def step(
-        self, number: int, input_ids: torch.Tensor, labels: torch.Tensor
+        self,
+        number: int,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        positions: Positions,
     ) -> tuple[torch.Tensor, Timeline]:
         """Enqueues one step on [batch, sequence] int64 device tensors.
 
         Returns the loss summed over this rank's targets (FP32 scalar on the host, there when the
         timeline is done) and the timeline. All transfers of the step follow from the transfer thread.
         """
+        self.positions = positions
         timeline = Timeline(self.device)
         step = Step(number, self.abort, timeline)
         self._steps.put(step)
@@ -155,8 +165,7 @@ class Engine:
         return loss, timeline
 
     def _call(self, layer: LayerFunction) -> LayerCall:
-        cos, sin = self.functions.cos, self.functions.sin
-        return lambda parameters, hidden: layer(parameters, hidden, cos, sin)
+        return lambda parameters, hidden: layer(parameters, hidden, *self.positions)
 
     def _activations(self, step: Step, unit: Unit) -> Activations:
         mode = self.modes[unit.index - 1]
