@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from slidedp.config import TIMELINE_EVERY, Config, Layout
-from slidedp.data.order import Order
+from slidedp.data.order import Order, split
 from slidedp.data.samples import Samples
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.memory import Handle, anonymous_bytes
@@ -43,6 +43,8 @@ class RankSetup(NamedTuple):
     samples: str
     rendezvous: str
     """File through which ranks find each other."""
+    evaluation: str | None = None
+    """Folder of held-out samples, if they are not a part of `samples`."""
 
 
 def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connection) -> None:
@@ -59,9 +61,14 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
         device.register(state.delivered(unit))
     gates = Gates(worker, len(state.units), abort)
     samples = Samples(setup.samples)
-    bounded = samples.position_ids is not None
+    learnt, held_out = split(samples.count, config.data.eval_fraction, config.seed)
+    evaluated = samples
+    if setup.evaluation is not None:
+        evaluated = Samples(setup.evaluation)
+        held_out = np.arange(evaluated.count)
+    bounded = any(part.position_ids is not None for part in (samples, evaluated))
     functions = model_functions(config, setup.model, device, state.dtype, bounded)
-    order = Order(samples.count, config.batch_size, config.seed)
+    order = Order(len(learnt), config.batch_size, config.seed)
     per_rank = config.batch_size // ranks
 
     registered: set[int] = set()  # units whose FP32 state this GPU reaches
@@ -86,6 +93,18 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
             device.unregister(landing.tensor[start:stop])
         landing.close()
 
+    def evaluate(step: int) -> None:
+        """Reports the held-out loss with the weights that `step` starts from."""
+        begun, loss, targets = time.time(), torch.zeros((), device=device.torch), 0
+        for start in range(rank * per_rank, rank * per_rank + len(held_out), config.batch_size):
+            rows = held_out[start : start + per_rank]
+            batch = on_device(evaluated, rows, per_rank, functions, device)
+            loss += engine.evaluate(step, batch.input_ids, batch.labels, batch.positions)
+            targets += batch.targets
+        event = {"kind": "eval", "rank": rank, "step": step, "loss_sum": float(loss), "targets": targets}
+        metrics.flush()  # the steps before, whose transfers are all over by now
+        launcher.send(event | {"seconds": time.time() - begun})
+
     engine, landing = build(config.layout, setup.landing)
     launcher.send({"kind": "ready", "rank": rank, "time": time.time()})
     metrics = MetricsQueue(rank, device, launcher)
@@ -104,11 +123,16 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
                         torch.cuda.reset_peak_memory_stats()
                     engine, landing = build(begin.layout, begin.landing)
                     launcher.send({"kind": "layout", "rank": rank, "step": step})
-            rows = order.step(step)[rank * per_rank : (rank + 1) * per_rank]
-            batch = on_device(samples, rows, functions, device)
+            if len(held_out) and step % config.eval_every == 0:
+                evaluate(step)
+            rows = learnt[order.step(step)[rank * per_rank : (rank + 1) * per_rank]]
+            batch = on_device(samples, rows, per_rank, functions, device)
             gates.send(Started(step, batch.targets))
             loss, timeline = engine.step(step, batch.input_ids, batch.labels, batch.positions)
             metrics.add(step, loss, batch.targets, timeline)
+        else:
+            if len(held_out):
+                evaluate(config.steps)
         release(engine, landing)
         metrics.flush()
         gates.send(Finished())
@@ -131,10 +155,14 @@ class Batch(NamedTuple):
     """Labels that are not IGNORED."""
 
 
-def on_device(samples: Samples, rows: np.ndarray, functions: ModelFunctions, device: Device) -> Batch:
-    """The samples at `rows`, on their way to the device."""
-    input_ids, labels = samples.rows(rows)
-    position_ids = samples.positions(rows)
+def on_device(
+    samples: Samples, rows: np.ndarray, size: int, functions: ModelFunctions, device: Device
+) -> Batch:
+    """The samples at `rows`, on their way to the device; up to `size` rows without targets behind them."""
+    padded = np.concatenate([rows, np.zeros(size - len(rows), np.int64)])
+    input_ids, labels = samples.rows(padded)
+    labels[len(rows) :] = IGNORED
+    position_ids = samples.positions(padded)
     return Batch(
         device.bring(input_ids),
         device.bring(labels),
@@ -202,8 +230,10 @@ class MetricsQueue:
         return timeline.done() and (step % TIMELINE_EVERY != 1 or timeline.all_done())
 
     def flush(self) -> None:
+        """Sends what there is. The next step is not timed: it does not follow at once."""
         while self._pending:
             self._send()
+        self._previous = None
 
     def _send(self) -> None:
         step, loss, targets, timeline = self._pending.popleft()

@@ -200,6 +200,7 @@ class Outcome:
         self.units = units
         self.steps: list[dict] = []
         self.updates: list[dict] = []
+        self.evaluations: list[dict] = []
         self.layouts = [(0, layout)]
         """(first step, layout) of every layout in turn."""
         self.recorded: list[Any] = []
@@ -231,6 +232,8 @@ class Outcome:
                     self.layouts.append((event["step"], waiting[asked - 1][1]))
                 elif event["kind"] == "update":
                     self.updates.append(event)
+                elif event["kind"] == "eval":
+                    self.evaluations.append(event)
             done = len(self.updates)
             if asked < len(waiting) and len(self.layouts) > asked and done >= waiting[asked][0]:
                 layout = waiting[asked][1]

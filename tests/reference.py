@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from slidedp.config import Config
-from slidedp.data.order import Order
+from slidedp.data.order import Order, split
 from slidedp.data.samples import Samples
 
 
@@ -33,12 +33,13 @@ def _train(config: Config) -> SimpleNamespace:
     ]
     optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
     samples = Samples(config.data.path)
-    order = Order(samples.count, config.batch_size, config.seed)
+    learnt, _ = split(samples.count, config.data.eval_fraction, config.seed)
+    order = Order(len(learnt), config.batch_size, config.seed)
     losses, norms = [], []
     for step in range(config.steps):
-        rows = order.step(step)
+        rows = learnt[order.step(step)]
         input_ids, labels = samples.rows(rows)
-        logits = _logits(model, input_ids, samples.positions(rows))
+        logits = logits_of(model, input_ids, samples.positions(rows))
         total = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum"
         )
@@ -55,7 +56,7 @@ def _train(config: Config) -> SimpleNamespace:
     return SimpleNamespace(losses=losses, norms=norms, parameters=named)
 
 
-def _logits(model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+def logits_of(model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
     """Logits of whole sequences, or of their documents one by one."""
     if position_ids is None:
         return model(input_ids=input_ids).logits

@@ -14,9 +14,10 @@ import numpy as np
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from slidedp.config import Data
+from slidedp.config import Config, Data
 from slidedp.data import packing
 from slidedp.data.encode import Encoded, encode
+from slidedp.data.order import split
 from slidedp.data.samples import INPUT_IDS, LABELS, POSITION_IDS, Samples
 from slidedp.data.sources import open_source
 from slidedp.errors import ConfigError
@@ -70,11 +71,25 @@ def prepare(
         )
 
 
-def held_out(data: Data) -> Data | None:
-    """The data of `data.eval_path`, read as `data` itself is."""
+def sources(data: Data) -> list[Data]:
+    """`data`, and the held-out data of `data.eval_path` if there is some, to be read in the same way."""
     if data.eval_path is None:
-        return None
-    return dataclasses.replace(data, path=data.eval_path, split=data.eval_split, eval_path=None)
+        return [data]
+    return [data, dataclasses.replace(data, path=data.eval_path, split=data.eval_split, eval_path=None)]
+
+
+def prepare_held_out(
+    config: Config, tokenizer: PreTrainedTokenizerBase, vocab_size: int, folder: str | Path
+) -> Samples | None:
+    """The checked samples of `data.eval_path`, if it is set."""
+    for data in sources(config.data)[1:]:
+        try:
+            samples = prepare(data, tokenizer, config.sequence_length, folder)
+            check_samples(samples, 1, vocab_size, f"data.path={data.path!r}")
+        except ConfigError as error:
+            raise ConfigError(f"data.eval_path: {error}") from error
+        return samples
+    return None
 
 
 def is_prepared(data: Data) -> bool:
@@ -127,15 +142,19 @@ def _fitting(data: Data, document: Encoded, sequence_length: int) -> Encoded | N
     return document._replace(ids=document.ids[kept], targets=document.targets[kept])
 
 
-def check_samples(samples: Samples, batch_size: int, vocab_size: int, source: str | None = None) -> None:
+def check_samples(
+    samples: Samples, batch_size: int, vocab_size: int, source: str | None = None, held_out: float = 0.0
+) -> None:
     """Refuses samples that cannot fill one batch, or that a model of `vocab_size` cannot read.
 
-    `source` is what the user knows them by; None takes their folder.
+    `source` is what the user knows them by; None takes their folder. The fraction `held_out` of them
+    fills no batch.
     """
     source = source or str(samples.folder)
-    if samples.count < batch_size:
+    count = len(split(samples.count, held_out, seed=0)[0])
+    if count < batch_size:
         raise ConfigError(
-            f"{source}: dataset too short for one batch: {samples.count} sequences of "
+            f"{source}: dataset too short for one batch: {count} sequences of "
             f"{samples.length} tokens, batch_size is {batch_size}: give more text, or lower "
             "batch_size or sequence_length"
         )

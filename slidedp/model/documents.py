@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 VARLEN = "slidedp_varlen"
 """Name of the attention below among transformers' own."""
@@ -66,12 +67,14 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    bounds: torch.Tensor,
+    bounds: torch.Tensor | None,
     scaling: float | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention as transformers calls it: [batch, heads, length, head_dim] in, [batch, length,
     heads, head_dim] out."""
+    if bounds is None:
+        return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **more)
     batch, heads, length, head_dim = query.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     causal = (-1, 0)

@@ -20,14 +20,24 @@ from slidedp.host.process import doing
 from slidedp.host.state import HostState
 from slidedp.model.documents import Positions
 from slidedp.model.families import LayerFunction
-from slidedp.model.loss import SoftmaxGradient, linear_cross_entropy
+from slidedp.model.loss import SoftmaxGradient, linear_cross_entropy, summed_cross_entropy
 from slidedp.model.units import Unit, chunks
 from slidedp.stream.activations import Activations, Keep, LayerCall, Offload, Recompute
 from slidedp.stream.buffers import Buffers, is_tied
 from slidedp.stream.delivery import Delivery, make_delivery
 from slidedp.stream.device import Abort, Device
 from slidedp.stream.gates import Gates
-from slidedp.stream.program import Deliver, Fetch, Load, Reduce, Stash, Update, Visits, transfers
+from slidedp.stream.program import (
+    Deliver,
+    Fetch,
+    Load,
+    Reduce,
+    Stash,
+    Update,
+    Visits,
+    evaluation,
+    transfers,
+)
 from slidedp.stream.reduction import Arrival, Reduction, Scattered, make_reduction
 from slidedp.stream.signals import Step
 from slidedp.stream.stash import ActivationStash
@@ -164,6 +174,26 @@ class Engine:
         timeline.close()
         return loss, timeline
 
+    @torch.no_grad()
+    def evaluate(
+        self, number: int, input_ids: torch.Tensor, labels: torch.Tensor, positions: Positions
+    ) -> torch.Tensor:
+        """Enqueues a forward pass with the weights that step `number` will start from; its tensors are
+        like that step's. Returns the loss summed over targets (FP32 device scalar)."""
+        step = Step(number, self.abort, Timeline(self.device), learns=False)
+        self._steps.put(step)
+        embed, *layers, head = self.units
+        with _Visit(self, step, embed, self.visits.forward(0), "forward"):
+            hidden = functional.embedding(input_ids, self.buffers.parameters(embed)["weight"])
+        for unit in layers:
+            with _Visit(self, step, unit, self.visits.forward(unit.index), "forward"):
+                hidden = self.functions.layer(self.buffers.parameters(unit), hidden, *positions)
+        with _Visit(self, step, head, self.visits.head, "head"):
+            parameters = self.buffers.parameters(head)
+            weight = self.buffers.parameters(embed)["weight"] if self.tied else parameters["lm_head.weight"]
+            normed = self.functions.norm(parameters["norm.weight"], hidden)
+            return summed_cross_entropy(normed.flatten(0, 1), weight, labels.flatten())
+
     def _call(self, layer: LayerFunction) -> LayerCall:
         return lambda parameters, hidden: layer(parameters, hidden, *self.positions)
 
@@ -249,8 +279,9 @@ class Engine:
             self.updates.indices,
             self.layout.schedule,
         )
+        forward = evaluation(len(self.units) - 2, self.tied)
         while (step := self._steps.get()) is not None:
-            for transfer in program:
+            for transfer in program if step.learns else forward:
                 if isinstance(transfer, Load):
                     self.updates.begin()
                     continue

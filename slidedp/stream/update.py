@@ -193,7 +193,7 @@ class ShardUpdate:
     def gather(self, unit: Unit) -> None:
         """Enqueues on the collective stream what makes a fresh slot whole."""
         stream, slot = self._device.collective, self._buffers.slot(unit).memory
-        for (start, stop), ready in zip(self._chunks[unit.index], self._fresh[unit.index], strict=True):
+        for (start, stop), ready in zip(self._chunks[unit.index], self._fresh.pop(unit.index), strict=True):
             ready.wait(stream)
             if self._ranks > 1:
                 first, last, _ = shard(start, stop, self._rank, self._ranks)
