@@ -116,7 +116,7 @@ class Run:
         self.trouble: str | None = None
         """What is wrong while the run goes on: a process that is stalled, and where; or too little memory."""
         model = skeleton(preflight.model)
-        flops = flops_per_token(model, config.sequence_length)
+        flops = flops_per_token(model, samples.attended_length())
         self._state: HostState | None = None
         self._landings: list[Landing] = []
         self._stopping = self._closing = False

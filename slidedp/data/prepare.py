@@ -18,13 +18,10 @@ from slidedp.config import Config, Data
 from slidedp.data import packing
 from slidedp.data.encode import Encoded, encode
 from slidedp.data.order import split
-from slidedp.data.samples import INPUT_IDS, LABELS, POSITION_IDS, Samples
+from slidedp.data.samples import INPUT_IDS, LABELS, POSITION_IDS, SCAN, Samples
 from slidedp.data.sources import open_source
 from slidedp.errors import ConfigError
 from slidedp.model.loss import IGNORED
-
-SCAN = 2**22
-"""Tokens that are checked at once."""
 
 
 def prepare(

@@ -13,6 +13,8 @@ import torch
 from slidedp.errors import ConfigError
 
 INPUT_IDS, LABELS, POSITION_IDS = "input_ids.npy", "labels.npy", "position_ids.npy"
+SCAN = 2**22
+"""Tokens that are looked at at once."""
 
 
 class Samples:
@@ -52,6 +54,18 @@ class Samples:
         if self.position_ids is None:
             return None
         return torch.from_numpy(self.position_ids[indices].astype(np.int64))
+
+    def attended_length(self) -> float:
+        """Tokens of the document that a token is in, in the mean."""
+        if self.position_ids is None:
+            return self.length
+        squares, rows = 0, max(1, SCAN // self.length)
+        for start in range(0, self.count, rows):
+            following = self.position_ids[start : start + rows]
+            ends = np.ones(following.shape, bool)
+            ends[:, :-1] = following[:, 1:] == 0
+            squares += int(((following[ends].astype(np.int64) + 1) ** 2).sum())
+        return squares / (self.count * self.length)
 
 
 def new_samples(folder: Path, count: int, length: int, positions: bool = False) -> list[np.ndarray]:

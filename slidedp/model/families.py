@@ -120,9 +120,10 @@ def rotary_tables(
     return rotary(torch.empty(0, dtype=dtype, device=device), positions)
 
 
-def flops_per_token(model: Any, sequence_length: int) -> float:
+def flops_per_token(model: Any, attended_length: float) -> float:
     """Floating-point operations of one trained token: 6 per parameter outside the input embedding,
-    plus causal attention (6 · layers · heads · head_dim · length); no recompute counted."""
+    plus causal attention (6 · layers · heads · head_dim · length, the length of a token's document in
+    the mean); no recompute counted."""
     config = model.config
     parameters = sum(p.numel() for p in model.parameters())
     if model.lm_head.weight is not model.model.embed_tokens.weight:
@@ -130,4 +131,4 @@ def flops_per_token(model: Any, sequence_length: int) -> float:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     layers = config.num_hidden_layers
-    return 6.0 * parameters + 6.0 * layers * heads * head_dim * sequence_length
+    return 6.0 * parameters + 6.0 * layers * heads * head_dim * attended_length
