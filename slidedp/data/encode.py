@@ -65,8 +65,8 @@ class Encoder:
                 mask = [False] * len(prompt) + [True] * len(answer)
                 encoded.append(_encoded(document.where, prompt + answer, mask, True, whole=True))
             else:
-                ids, mask = self.chat(document)
-                encoded.append(_encoded(document.where, ids, mask, True, whole=True))
+                for ids, mask in self.chat(document):
+                    encoded.append(_encoded(document.where, ids, mask, True, whole=True))
         return encoded
 
     def _tokens(self, texts: list[str]) -> list[list[int]]:
@@ -85,11 +85,13 @@ class Encoder:
 
     # --- chats --------------------------------------------------------------------------------------
 
-    def chat(self, chat: Chat) -> tuple[list[int], list[bool]]:
+    def chat(self, chat: Chat) -> list[tuple[list[int], list[bool]]]:
         """Tokens of a conversation as the template writes it, and which of them the assistant's are.
 
         The template says so itself if it marks them. Else an assistant's turn is what comes after the
         prompt that the model would answer to, up to its EOS token: exactly what it would have to write.
+        Some templates write a turn differently once others follow, without its reasoning for one. Then
+        there is a document for each turn, which ends with it: what the model would have had to write.
         """
         try:
             template = self._tokenizer.get_chat_template()
@@ -99,16 +101,14 @@ class Encoder:
                 "of a chat model, or give columns prompt and completion"
             ) from error
         if GENERATION.search(template):
-            rendered = self._rendered(
-                chat, chat.messages, return_dict=True, return_assistant_tokens_mask=True
-            )
-            ids, mask = rendered["input_ids"], [bool(m) for m in rendered["assistant_masks"]]
+            marked = {"return_dict": True, "return_assistant_tokens_mask": True}
+            rendered = self._rendered(chat, chat.messages, **marked)
+            written = [(rendered["input_ids"], [bool(m) for m in rendered["assistant_masks"]])]
         else:
-            ids = self._rendered(chat, chat.messages)
-            mask = self._turns(chat, ids)
-        if not any(mask):
+            written = self._by_prefixes(chat)
+        if not any(any(mask) for _, mask in written):
             raise ConfigError(f"{chat.where}: the assistant says nothing: take the row out")
-        return ids, mask
+        return written
 
     def _rendered(self, chat: Chat, messages: list[dict[str, Any]], **options: Any) -> Any:
         options = {"return_dict": False} | options
@@ -120,30 +120,33 @@ class Encoder:
                 "messages, or give a tokenizer with another template"
             ) from error
 
-    def _turns(self, chat: Chat, ids: list[int]) -> list[bool]:
-        """The assistant's tokens by the prefixes of the conversation."""
-        mask = [False] * len(ids)
-        for i, message in enumerate(chat.messages):
-            if message["role"] != "assistant":
-                continue
-            if i == 0:
-                raise ConfigError(
-                    f"{chat.where}: the assistant speaks first: begin with the user or the system"
-                )
-            prompt = self._rendered(chat, chat.messages[:i], add_generation_prompt=True)
-            answered = self._rendered(chat, chat.messages[: i + 1])
-            if ids[: len(prompt)] != prompt or ids[: len(answered)] != answered:
-                raise ConfigError(
-                    f"{chat.where}: the chat template writes message {i + 1} differently when others follow, "
-                    "so the assistant's tokens cannot be told: mark them in the template with "
-                    "{% generation %} and {% endgeneration %}, or end conversations at that message"
-                )
-            turn = answered[len(prompt) :]
-            eos = self._tokenizer.eos_token_id
-            # What a template writes behind EOS, a line feed as a rule, no model is asked to write.
-            length = len(turn) - turn[::-1].index(eos) if eos in turn else len(turn)
-            mask[len(prompt) : len(prompt) + length] = [True] * length
-        return mask
+    def _by_prefixes(self, chat: Chat) -> list[tuple[list[int], list[bool]]]:
+        """The conversation once with all turns of the assistant, or up to each of them if it must be."""
+        turns = [self._turn(chat, i) for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
+        ids, mask = self._rendered(chat, chat.messages), []
+        for answered, learnt in turns:
+            if ids[: len(answered)] != answered:
+                return turns
+            mask += learnt[len(mask) :]
+        return [(ids, mask + [False] * (len(ids) - len(mask)))]
+
+    def _turn(self, chat: Chat, i: int) -> tuple[list[int], list[bool]]:
+        """The conversation up to message i, the assistant's, of which alone the tokens are learnt."""
+        if i == 0:
+            raise ConfigError(f"{chat.where}: the assistant speaks first: begin with the user or the system")
+        prompt = self._rendered(chat, chat.messages[:i], add_generation_prompt=True)
+        answered = self._rendered(chat, chat.messages[: i + 1])
+        turn = answered[len(prompt) :]
+        if answered[: len(prompt)] != prompt:
+            raise ConfigError(
+                f"{chat.where}: the chat template writes an answer (message {i + 1}) that does not begin "
+                "with the prompt for it, so the assistant's tokens cannot be told: mark them in the template with "
+                "{% generation %} and {% endgeneration %}"
+            )
+        eos = self._tokenizer.eos_token_id
+        # What a template writes behind EOS, a line feed as a rule, no model is asked to write.
+        length = len(turn) - turn[::-1].index(eos) if eos in turn else len(turn)
+        return answered, [False] * len(prompt) + [True] * length + [False] * (len(turn) - length)
 
 
 def _encoded(where: str, ids: list[int], mask: list[bool] | None, last: bool, whole: bool) -> Encoded:

@@ -6,6 +6,7 @@ from there to the samples a block at a time.
 
 import dataclasses
 import tempfile
+import warnings
 from array import array
 from pathlib import Path
 from typing import IO
@@ -102,13 +103,15 @@ def _write_tokens(
     targets_file: IO[bytes],
 ) -> tuple[np.ndarray, bool]:
     """Appends all documents to the files; returns the end of each, and whether all are text."""
-    ends, total, all_text = array("q"), 0, True
+    ends, total, all_text, before, repeated = array("q"), 0, True, "", 0
     source = open_source(data)
     bar = {"unit": source.unit, "unit_scale": True, "delay": 2, "leave": False, "desc": "tokenising"}
     with tqdm(total=source.total, **bar) as progress:
         for batch, share in encode(source.documents, tokenizer):
             for document in batch:
                 all_text &= not document.whole
+                repeated += document.whole and document.where == before
+                before = document.where
                 fitting = _fitting(data, document, sequence_length)
                 if fitting is None:
                     continue
@@ -118,6 +121,12 @@ def _write_tokens(
                 if document.last:
                     ends.append(total)
             progress.update(share)
+    if repeated:
+        warnings.warn(
+            f"data.path={data.path!r}: the chat template writes an answer differently once others follow, so "
+            f"conversations with several answers are learnt one answer at a time: {repeated} documents more",
+            stacklevel=1,
+        )
     ids_file.flush()
     targets_file.flush()
     return np.array(ends, np.int64), all_text

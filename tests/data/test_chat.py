@@ -53,7 +53,29 @@ def by_hand(tokenizer, turns):
 @pytest.mark.parametrize("turns", CONVERSATIONS, ids=range(len(CONVERSATIONS)))
 def test_the_assistants_tokens_and_no_others_are_learnt(tokenizer, template, turns):
     tokenizer.chat_template = template
-    assert Encoder(tokenizer).chat(chat(turns)) == by_hand(tokenizer, turns)
+    assert Encoder(tokenizer).chat(chat(turns)) == [by_hand(tokenizer, turns)]
+
+
+def test_turns_that_others_change_are_learnt_one_by_one(tokenizer, tmp_path):
+    """As Qwen3's template does, which shows the reasoning of the last turn only."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>{% endif %}"
+        "{{ m.content }}<|im_end|>{{ '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant{{ '\\n' }}{% endif %}"
+    )
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d"), ("user", "e")]
+    thought = [(role, f"<think>\n\n</think>{content}") for role, content in turns]
+    wanted = []
+    for end in (1, 3):  # only the last turn is learnt, with its reasoning
+        before, _ = by_hand(tokenizer, turns[:end])
+        ids, mask = by_hand(tokenizer, thought[end : end + 1])
+        wanted.append((before + ids, [False] * len(before) + mask))
+    assert Encoder(tokenizer).chat(chat(turns)) == wanted
+    assert Encoder(tokenizer).chat(chat(turns[:2])) == wanted[:1]
+    path = jsonl(tmp_path / "chats.jsonl", [{"messages": chat(turns).messages}] * 3)
+    with pytest.warns(UserWarning, match="one answer at a time: 3 documents more"):
+        prepare(Data(path=path), tokenizer, 64, tmp_path / "out")
 
 
 @pytest.mark.parametrize("packing", ["bounded", "padded", "wrapped"])

@@ -1,5 +1,6 @@
 """The same documents from every kind of source, and what is refused of them."""
 
+import copy
 import json
 import subprocess
 import sys
@@ -202,10 +203,9 @@ REFUSED = {
         chats(*TURNS), {"template": "{{ raise_exception('roles must alternate') }}"},
         ["refuses the conversation (roles must alternate): change"],
     ),
-    "template looks ahead": (
-        chats(*TURNS, *TURNS),
-        {"template": TEMPLATE.replace("<|im_end|>", "{{ '!' if loop.last else '?' }}<|im_end|>")},
-        ["writes message 2 differently when others follow", "{% generation %}", "or end conversations"],
+    "template of another prompt": (
+        chats(*TURNS), {"template": TEMPLATE.replace("<|im_start|>assistant\n", "<|im_start|>bot\n")},
+        ["an answer (message 2) that does not begin with the prompt", "{% generation %}"],
     ),
     "over-long chat": (chats(*TURNS * 20), {}, ["sequence_length is 64: raise", "data.over_long"]),
     "over-long completion": (LONG, {"packing": "padded"}, ["data.jsonl:1", "sequence_length is 64"]),
@@ -215,10 +215,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_in_one_line(tmp_path, name):
+def test_refused_in_one_line(tmp_path, tokenizer, name):
     rows, settings, words = REFUSED[name]
-    settings = dict(settings)
-    tokenizer = train_tokenizer(stdlib_files(5000), 260)
+    settings, tokenizer = dict(settings), copy.deepcopy(tokenizer)
     tokenizer.chat_template = settings.pop("template", TEMPLATE)
     if tokenizer.chat_template == "markers":
         tokenizer.chat_template = MARKED
