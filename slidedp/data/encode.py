@@ -140,8 +140,8 @@ class Encoder:
         if answered[: len(prompt)] != prompt:
             raise ConfigError(
                 f"{chat.where}: the chat template writes an answer (message {i + 1}) that does not begin "
-                "with the prompt for it, so the assistant's tokens cannot be told: mark them in the template with "
-                "{% generation %} and {% endgeneration %}"
+                "with the prompt for it, so the assistant's tokens cannot be told: mark them in the template "
+                "with {% generation %} and {% endgeneration %}"
             )
         eos = self._tokenizer.eos_token_id
         # What a template writes behind EOS, a line feed as a rule, no model is asked to write.
