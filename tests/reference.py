@@ -1,9 +1,11 @@
 """The plain loop that every route must agree with: one process, one model, torch.optim.AdamW."""
 
+import tempfile
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slidedp.config import Config
@@ -23,7 +25,11 @@ def train(config: Config) -> SimpleNamespace:
 
 
 def _train(config: Config) -> SimpleNamespace:
-    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        config.model,
+        dtype=torch.float32,
+        experts_implementation="eager",  # if it has some: one after another
+    )
     model.train()
     settings = config.optimizer
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -52,8 +58,16 @@ def _train(config: Config) -> SimpleNamespace:
             group["lr"] = settings.lr_at(step, config.steps)
         optimizer.step()
         losses.append(float(loss.detach()))
-    named = {n: p.detach() for n, p in model.named_parameters()}
-    return SimpleNamespace(losses=losses, norms=norms, parameters=named)
+    return SimpleNamespace(losses=losses, norms=norms, parameters=_stored(model))
+
+
+def _stored(model: Any) -> dict[str, torch.Tensor]:
+    """Parameters by the names that a checkpoint has for them."""
+    if not hasattr(model.config, "num_experts"):
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    with tempfile.TemporaryDirectory() as folder:  # experts, one by one
+        model.save_pretrained(folder)
+        return load_file(f"{folder}/model.safetensors")
 
 
 def logits_of(model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:

@@ -123,7 +123,7 @@ class Encoder:
     def _by_prefixes(self, chat: Chat) -> list[tuple[list[int], list[bool]]]:
         """The conversation once with all turns of the assistant, or up to each of them if it must be."""
         turns = [self._turn(chat, i) for i, m in enumerate(chat.messages) if m["role"] == "assistant"]
-        ids, mask = self._rendered(chat, chat.messages), []
+        ids, mask = self._rendered(chat, chat.messages), list[bool]()
         for answered, learnt in turns:
             if ids[: len(answered)] != answered:
                 return turns

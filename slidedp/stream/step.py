@@ -260,8 +260,8 @@ class Engine:
             with step.timeline.span("compute", unit.name, "wait gradient buffer"):
                 buffer.free.wait(self.device.compute)
         buffer.free = step.signal("reduced", unit.index)
-        targets = [p.view(buffer.memory) for p in unit.parameters]
-        torch._foreach_copy_(targets, [gradients[p.local] for p in unit.parameters])
+        targets = [view.view(buffer.memory) for view in unit.views]
+        torch._foreach_copy_(targets, [gradients[view.local] for view in unit.views])
         step.signal("gradient", unit.index).fire(self.device.compute)
 
     # --- transfers ------------------------------------------------------------------------------
