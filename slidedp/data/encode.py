@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import re
+import signal
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -234,6 +235,7 @@ _encoder: Encoder
 def _start(tokenizer: PreTrainedTokenizerBase) -> None:
     global _encoder
     die_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # by which the pool ends the others when one is lost
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # there is a process for each core
     _encoder = Encoder(tokenizer)
 

@@ -2,12 +2,14 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
 
 import numpy as np
 import pandas as pd
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from slidedp.config import Data
 from slidedp.data import encode, sources
@@ -146,6 +148,23 @@ def test_processes_give_what_this_one_gives(tmp_path, tokenizer, monkeypatch):
     there = prepare(Data(path=path), tokenizer, 16, tmp_path / "there")
     np.testing.assert_array_equal(here.input_ids, there.input_ids)
     np.testing.assert_array_equal(here.labels, there.labels)
+
+
+class Deadly(PreTrainedTokenizerFast):
+    """Ends the process that it is sent to."""
+
+    def __reduce__(self):
+        return os._exit, (3,)
+
+
+def test_a_process_that_ends_is_said(tmp_path, monkeypatch):
+    tokenizer = train_tokenizer(stdlib_files(5000), 260)
+    tokenizer.__class__ = Deadly
+    path = jsonl(tmp_path / "t.jsonl", [{"text": "a" * 100}] * 100)
+    monkeypatch.setattr(encode, "BATCH", 1000)
+    monkeypatch.setattr(encode, "ALONE", 1)
+    with pytest.raises(ConfigError, match="a process that tokenises has ended"):
+        prepare(Data(path=path), tokenizer, 16, tmp_path / "out")
 
 
 @pytest.mark.slow
