@@ -9,6 +9,7 @@ from slidedp.errors import ConfigError
 from slidedp.preflight import Plan, plan
 from slidedp.session import Run, RunFailed, launch
 from slidedp.telemetry import open_run
+from slidedp.tensorboard import TensorBoard
 
 __all__ = [
     "Config",
@@ -19,6 +20,7 @@ __all__ = [
     "Plan",
     "Run",
     "RunFailed",
+    "TensorBoard",
     "launch",
     "open_run",
     "plan",

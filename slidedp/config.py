@@ -30,6 +30,8 @@ LANDINGS = ("full", "ring")
 LR_SCHEDULES = ("constant", "linear", "cosine")
 AUTO = "auto"
 """As `Config.layout`: the policy chooses."""
+PACKINGS = ("wrapped", "bounded", "padded")
+OVER_LONG = ("refuse", "cut", "drop")
 TIMELINE_EVERY = 10
 """Steps between two full timelines in the telemetry; the second step of each is recorded."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -188,20 +190,51 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """Where training text comes from."""
+    """Where training text comes from, and how it becomes sequences."""
 
     path: str
-    """A text file, a folder of text files, or a folder of prepared samples (`input_ids.npy` and
-    `labels.npy`, int32 [samples, sequence_length]; label -100 is no target)."""
+    """A file of text, `.jsonl` or `.parquet`; a folder of such files; a folder that `datasets` saved, or a
+    data set's hub id; or a folder of prepared samples (`input_ids.npy` and `labels.npy`, int32 [samples,
+    sequence_length], label -100 is no target; `position_ids.npy`, 0 where a document starts, if
+    documents must not see each other)."""
+    column: str | None = None
+    """Column of text, or of messages, which make a chat. None takes what is there: `messages` or
+    `conversations`, `prompt` and `completion`, or `text`. Of a chat the assistant's turns are targets, of
+    a prompt with its completion the completion is."""
     tokenizer: str | None = None
     """Folder or hub id of the tokenizer; None takes the model's own."""
-    suffixes: tuple[str, ...] = (".txt", ".md", ".py")
-    """File endings that are read from a folder of text files."""
+    suffixes: tuple[str, ...] = (".txt", ".md", ".py", ".jsonl", ".parquet")
+    """File endings that are read from a folder."""
+    packing: str | None = None
+    """`wrapped`: documents are joined and cut into sequences, and a token may see the documents before
+    its own. `bounded`: whole documents share a sequence, each with positions of its own and no attention
+    to the others. `padded`: one document a sequence, the rest is no target. None takes `wrapped` where
+    all is text, else `bounded`."""
+    over_long: str = "refuse"
+    """Of a chat or completion longer than a sequence, unless `wrapped`: `refuse` the run, `cut` its end
+    off or `drop` it. Long text goes on in further sequences."""
+    subset: str | None = None
+    """Configuration of a data set that has several."""
+    split: str = "train"
+    """Split of a data set."""
+    eval_path: str | None = None
+    """Held-out data of any kind that `path` can be, read in the same way."""
+    eval_split: str = "validation"
+    """Split of `eval_path` if that is a data set."""
+    eval_fraction: float = 0.0
+    """Part of the sequences of `path` that is held out, drawn by the seed, if there is no `eval_path`."""
 
     def __post_init__(self) -> None:
         _check_types(self, "data.")
         if not self.suffixes or not all(isinstance(s, str) and s.startswith(".") for s in self.suffixes):
             raise ConfigError(f"data.suffixes={self.suffixes!r}: expected file endings such as ('.txt',)")
+        if self.packing is not None:
+            _choice("data.packing", self.packing, PACKINGS)
+        _choice("data.over_long", self.over_long, OVER_LONG)
+        if not 0 <= self.eval_fraction < 1:
+            raise ConfigError(f"data.eval_fraction={self.eval_fraction!r}: expected a number in [0, 1)")
+        if self.eval_fraction and self.eval_path is not None:
+            raise ConfigError("data.eval_fraction and data.eval_path name two held-out sets: set only one")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,6 +250,9 @@ class Config:
     batch_size: int = 8
     """Sequences of one step over all ranks; must be a multiple of `ranks`."""
     steps: int = 100
+    eval_every: int = 100
+    """Steps between two evaluations on the held-out data, if there is any (`data.eval_path` or
+    `data.eval_fraction`); the first is before the first step, the last after the last."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     layout: Layout = field(default_factory=Layout)
     """How a step is carried out. `"auto"` stands for the default layout with `tune=True`."""
@@ -245,7 +281,7 @@ class Config:
             object.__setattr__(self, "layout", Layout())
             object.__setattr__(self, "tune", True)
         _check_types(self, "")
-        for name in ("sequence_length", "batch_size", "steps"):
+        for name in ("sequence_length", "batch_size", "steps", "eval_every"):
             _at_least(name, getattr(self, name), 1)
         _at_least("seed", self.seed, 0)
         if self.seed >= 2**63:

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from slidedp.config import DTYPES, Config
-from slidedp.data.text import is_prepared
+from slidedp.data.prepare import is_prepared, sources
 from slidedp.errors import ConfigError, reason
 from slidedp.host.state import HostState
 from slidedp.model.load import fill_random, load_pretrained
@@ -42,7 +42,7 @@ def load_tokenizer(config: Config) -> Any:
             if any(i != tokenizer.unk_token_id for i in ids):
                 return tokenizer
             problem = "no tokenizer is there"
-    if config.data.tokenizer is None and is_prepared(config.data):
+    if config.data.tokenizer is None and all(is_prepared(data) for data in sources(config.data)):
         return None
     where = f"data.tokenizer={config.data.tokenizer!r}" + (
         f", model={name!r}" if name != config.data.tokenizer else ""

@@ -200,9 +200,14 @@ def intermediates_per_token(model: Any) -> int:
     """Elements per token and layer that a compiled SwiGLU layer keeps for its backward.
 
     4 hidden + 2 query + 2 key/value + 3 intermediate widths: within 5% of what was measured for the
-    compiled Qwen3 4B, 8B and 14B layers in BF16 (102, 126 and 168 KiB).
+    compiled Qwen3 4B, 8B and 14B layers in BF16 (102, 126 and 168 KiB). Of a mixture each expert that a
+    token goes to counts, with its own copies of the input and the output (not measured).
     """
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     query = model.num_attention_heads * head_dim
     key_value = model.num_key_value_heads * head_dim
-    return 4 * model.hidden_size + 2 * query + 2 * key_value + 3 * model.intermediate_size
+    mlp = 3 * model.intermediate_size
+    if hasattr(model, "num_experts"):
+        width = getattr(model, "moe_intermediate_size", model.intermediate_size)
+        mlp = model.num_experts_per_tok * (3 * width + 2 * model.hidden_size)
+    return 4 * model.hidden_size + 2 * query + 2 * key_value + mlp

@@ -50,9 +50,10 @@ class Processes:
         landing: Handle,
         samples: Path,
         traces: Path,
+        held_out: Path | None = None,
     ) -> None:
-        """Starts them. `samples` is the folder of prepared samples, `traces` the one for recordings, both
-        as absolute paths."""
+        """Starts them. `samples` and `held_out` are folders of prepared samples, `traces` the one for
+        recordings, all as absolute paths."""
         ranks = self.ranks = int(config.ranks or 1)
         self._closing = False
         self._rendezvous = tempfile.TemporaryDirectory(prefix="slidedp-")
@@ -61,7 +62,14 @@ class Processes:
         to_us = [context.Pipe() for _ in range(ranks + 1)]
         signs = [context.Pipe(duplex=False) for _ in range(ranks + 1)]
         rank_setup = rank_process.RankSetup(
-            config, model, state, landing, str(samples), f"{self._rendezvous.name}/ranks", str(traces)
+            config,
+            model,
+            state,
+            landing,
+            str(samples),
+            f"{self._rendezvous.name}/ranks",
+            str(traces),
+            None if held_out is None else str(held_out),
         )
         # In shared memory, which no other user can reach: what does not fit the pipe to a new process
         # would make it wait for the imports of the one before.

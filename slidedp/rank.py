@@ -12,19 +12,21 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from slidedp.config import TIMELINE_EVERY, Config, Layout
-from slidedp.data.order import Order
+from slidedp.data.order import Order, split
 from slidedp.data.samples import Samples
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.memory import Handle, anonymous_bytes
 from slidedp.host.messages import Finished, Started
 from slidedp.host.process import die_with_parent, doing, reporting, return_freed_memory, show_signs_of_life
 from slidedp.host.state import HostState, StateHandle
+from slidedp.model.documents import VARLEN, Positions, has_varlen, within_documents
 from slidedp.model.families import LayerFunction, layer_function, norm_function, rotary_tables, skeleton
 from slidedp.model.loss import IGNORED, softmax_gradient
 from slidedp.stream.device import Abort, Aborted, Device
@@ -46,6 +48,8 @@ class RankSetup(NamedTuple):
     """File through which ranks find each other."""
     traces: str
     """Folder that recordings of torch.profiler go to."""
+    evaluation: str | None = None
+    """Folder of held-out samples, if they are not a part of `samples`."""
 
 
 def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connection) -> None:
@@ -61,9 +65,15 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
     for unit in state.units:
         device.register(state.delivered(unit))
     gates = Gates(worker, len(state.units), abort)
-    functions = model_functions(config, setup.model, device, state.dtype)
     samples = Samples(setup.samples)
-    order = Order(samples.count, config.batch_size, config.seed)
+    learnt, held_out = split(samples.count, config.data.eval_fraction, config.seed)
+    evaluated = samples
+    if setup.evaluation is not None:
+        evaluated = Samples(setup.evaluation)
+        held_out = np.arange(evaluated.count)
+    bounded = any(part.position_ids is not None for part in (samples, evaluated))
+    functions = model_functions(config, setup.model, device, state.dtype, bounded)
+    order = Order(len(learnt), config.batch_size, config.seed)
     per_rank = config.batch_size // ranks
 
     registered: set[int] = set()  # units whose FP32 state this GPU reaches
@@ -88,6 +98,18 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
             device.unregister(landing.tensor[start:stop])
         landing.close()
 
+    def evaluate(step: int) -> None:
+        """Reports the held-out loss with the weights that `step` starts from."""
+        begun, loss, targets = time.time(), torch.zeros((), device=device.torch), 0
+        for start in range(rank * per_rank, rank * per_rank + len(held_out), config.batch_size):
+            rows = held_out[start : start + per_rank]
+            batch = on_device(evaluated, rows, per_rank, functions, device)
+            loss += engine.evaluate(step, batch.input_ids, batch.labels, batch.positions)
+            targets += batch.targets
+        event = {"kind": "eval", "rank": rank, "step": step, "loss_sum": float(loss), "targets": targets}
+        metrics.flush()  # the steps before, whose transfers are all over by now
+        launcher.send(event | {"seconds": time.time() - begun})
+
     engine, landing = build(config.layout, setup.landing)
     launcher.send({"kind": "ready", "rank": rank, "time": time.time()})
     metrics = MetricsQueue(rank, device, launcher)
@@ -111,23 +133,24 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
                     )
                 if begin.profile:
                     recorder = Recorder(device, rank, setup.traces, step, begin.profile)
-            rows = order.step(step)[rank * per_rank : (rank + 1) * per_rank]
-            input_ids, labels = samples.rows(rows)
-            targets = int((labels != IGNORED).sum())
-            gates.send(Started(step, targets))
+            if len(held_out) and step % config.eval_every == 0:
+                evaluate(step)
+            rows = learnt[order.step(step)[rank * per_rank : (rank + 1) * per_rank]]
+            batch = on_device(samples, rows, per_rank, functions, device)
+            gates.send(Started(step, batch.targets))
             with recorder.step(step) if recorder is not None else nullcontext():
                 loss, timeline = engine.step(
-                    step,
-                    device.bring(input_ids),
-                    device.bring(labels),
-                    profiled=recorder is not None,
+                    step, batch.input_ids, batch.labels, batch.positions, profiled=recorder is not None
                 )
-            metrics.add(step, loss, targets, timeline)
+            metrics.add(step, loss, batch.targets, timeline)
             if recorder is not None:
                 recorder.add(step, timeline)
                 if recorder.complete:
                     launcher.send(recorder.write(abort))
                     recorder = None
+        else:
+            if len(held_out):
+                evaluate(config.steps)
         if recorder is not None:  # the run ends within the recording
             launcher.send(recorder.write(abort))
         release(engine, landing)
@@ -141,12 +164,45 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
         raise
 
 
+class Batch(NamedTuple):
+    """What one rank takes in a step."""
+
+    input_ids: torch.Tensor
+    """int64 [batch, length] on the device, as `labels`."""
+    labels: torch.Tensor
+    positions: Positions
+    targets: int
+    """Labels that are not IGNORED."""
+
+
+def on_device(
+    samples: Samples, rows: np.ndarray, size: int, functions: ModelFunctions, device: Device
+) -> Batch:
+    """The samples at `rows`, on their way to the device; up to `size` rows without targets behind them."""
+    padded = np.concatenate([rows, np.zeros(size - len(rows), np.int64)])
+    input_ids, labels = samples.rows(padded)
+    labels[len(rows) :] = IGNORED
+    position_ids = samples.positions(padded)
+    return Batch(
+        device.bring(input_ids),
+        device.bring(labels),
+        functions.positions if position_ids is None else functions.within_documents(position_ids),
+        int((labels != IGNORED).sum()),
+    )
+
+
 def model_functions(
-    config: Config, model_config: PretrainedConfig, device: Device, dtype: torch.dtype
+    config: Config,
+    model_config: PretrainedConfig,
+    device: Device,
+    dtype: torch.dtype,
+    bounded: bool = False,
 ) -> ModelFunctions:
-    """The compute of embed, layer and head, compiled if the config says so."""
+    """The compute of embed, layer and head, compiled if the config says so. `bounded`: for sequences that
+    hold several documents."""
     model = skeleton(model_config)
-    layer, softmax = layer_function(model), softmax_gradient
+    attention = VARLEN if bounded and has_varlen(model_config, device.torch, dtype) else "sdpa"
+    layer, softmax = layer_function(model, attention), softmax_gradient
     compiled = torch.compile(layer, dynamic=False) if config.compile else layer
     cos, sin = rotary_tables(model_config, model, config.sequence_length, device.torch, dtype)
     padding = model.model.embed_tokens.padding_idx
@@ -155,8 +211,8 @@ def model_functions(
         partial=partial(compile_partial, layer) if config.compile else lambda budget: compiled,
         norm=norm_function(model),
         softmax=torch.compile(softmax, dynamic=False) if config.compile else softmax,
-        cos=cos,
-        sin=sin,
+        positions=Positions(cos, sin),
+        within_documents=partial(within_documents, Positions(cos, sin), attention == VARLEN),
         padding_index=-1 if padding is None else padding,
     )
 
@@ -194,8 +250,10 @@ class MetricsQueue:
         return timeline.done() and (timeline.all_done() or not _sampled(step, timeline))
 
     def flush(self) -> None:
+        """Sends what there is. The next step is not timed: it does not follow at once."""
         while self._pending:
             self._send()
+        self._previous = None
 
     def _send(self) -> None:
         step, loss, targets, timeline = self._pending.popleft()

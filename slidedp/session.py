@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ import pandas as pd
 import torch
 
 from slidedp.config import Config, Layout
+from slidedp.data.prepare import check_samples, prepare, prepare_held_out
 from slidedp.data.samples import Samples
-from slidedp.data.text import check_samples, prepare
 from slidedp.errors import ConfigError
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.state import HostState
@@ -40,18 +40,23 @@ from slidedp.policy.tune import Tuner
 from slidedp.preflight import Plan, plan, under, with_layout
 from slidedp.processes import Processes
 from slidedp.tables import html_table
-from slidedp.telemetry import TRACES, RunLog, describe
+from slidedp.telemetry import TRACES, RowReader, RunLog, describe
 
 SAMPLES = "samples"
 """Folder of the run folder that holds the samples made from text."""
+HELD_OUT = "held-out"
+"""The same of `data.eval_path`."""
 
 
 class RunFailed(RuntimeError):
     """A process of the run failed; the message holds its name and traceback."""
 
 
-def launch(config: Config) -> "Run":
+def launch(config: Config, on_step: Callable[[dict[str, Any]], None] | None = None) -> "Run":
     """Starts fine-tuning and returns at once when all processes are on their way.
+
+    `on_step` is called with a plain dict after each step and each evaluation, in order, on a thread of
+    its own: `step` and the columns of `Run.metrics`, or `step`, `eval_loss` and `perplexity`.
 
     Everything that can be refused is refused before memory is allocated (ConfigError). Call it from the
     main thread: the processes end with the thread that started them.
@@ -75,15 +80,20 @@ def launch(config: Config) -> "Run":
     with no_file_for_the_world(), nothing_left_on_failure(folder):
         samples = prepare(config.data, tokenizer, config.sequence_length, folder / SAMPLES)
         check_samples(
-            samples, config.batch_size, preflight.model.vocab_size, f"data.path={config.data.path!r}"
+            samples,
+            config.batch_size,
+            preflight.model.vocab_size,
+            f"data.path={config.data.path!r}",
+            config.data.eval_fraction,
         )
+        held_out = prepare_held_out(config, tokenizer, preflight.model.vocab_size, folder / HELD_OUT)
         if not config.tune:
-            return Run(preflight, folder, samples, tokenizer)
+            return Run(preflight, folder, samples, tokenizer, held_out, on_step)
         begun = time.monotonic()
         rates = probe(preflight)
         predicted = AutoPolicy(preflight, rates).decide_all()
         spent = time.monotonic() - begun
-        run = Run(under(preflight, predicted), folder, samples, tokenizer)
+        run = Run(under(preflight, predicted), folder, samples, tokenizer, held_out, on_step)
         run.tune(rates, preflight, spent)
         return run
 
@@ -91,7 +101,15 @@ def launch(config: Config) -> "Run":
 class Run:
     """A fine-tuning run. Holds the training state until `close()` (or the end of a `with` block)."""
 
-    def __init__(self, preflight: Plan, folder: Path, samples: Samples, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        preflight: Plan,
+        folder: Path,
+        samples: Samples,
+        tokenizer: Any,
+        held_out: Samples | None = None,
+        on_step: Callable[[dict[str, Any]], None] | None = None,
+    ) -> None:
         self.plan, self.folder, self.tokenizer = preflight, folder, tokenizer
         self.config = config = preflight.config
         self.layout = config.layout
@@ -101,7 +119,7 @@ class Run:
         self.trouble: str | None = None
         """What is wrong while the run goes on: a process that is stalled, and where; or too little memory."""
         model = skeleton(preflight.model)
-        flops = flops_per_token(model, config.sequence_length)
+        flops = flops_per_token(model, samples.attended_length())
         self._state: HostState | None = None
         self._landings: list[Landing] = []
         self._stopping = self._closing = False
@@ -110,6 +128,7 @@ class Run:
         self._losses = LossWatch(int(config.ranks or 1))
         self._diverged: str | None = None
         self._over = threading.Event()
+        self._on_step, self._rows = on_step, RowReader(int(config.ranks or 1), flops)
         self.log = RunLog.create(folder, self._description(flops))
         try:
             self._mark("launched")
@@ -123,6 +142,7 @@ class Run:
                 self._landings[0].handle,
                 Path(samples.folder).absolute(),
                 folder / TRACES,
+                None if held_out is None else Path(held_out.folder).absolute(),
             )
         except BaseException:
             self._release()
@@ -161,6 +181,8 @@ class Run:
 
     def _take(self, event: dict[str, Any]) -> None:
         self.log.add(event)
+        for row in self._rows.add(event):
+            self._tell(row)
         if event["kind"] == "step":
             found = self._losses.add(event)
             if found is not None:
@@ -187,6 +209,15 @@ class Run:
                 "lower optimizer.lr"
             )
             self.stop()
+
+    def _tell(self, row: dict[str, Any]) -> None:
+        if self._on_step is None:
+            return
+        try:
+            self._on_step(row)
+        except Exception:  # a logger's fault must not end the training
+            print(f"on_step failed and is not called again:\n{traceback.format_exc()}", file=sys.stderr)
+            self._on_step = None
 
     def _conclude(self) -> None:
         if self.failure is not None:
@@ -317,6 +348,10 @@ class Run:
     def metrics(self) -> pd.DataFrame:
         """One row per step so far; see RunLog.metrics for the columns and their units."""
         return self.log.metrics()
+
+    def evaluations(self) -> pd.DataFrame:
+        """One row per evaluation on held-out data so far; see RunLog.evaluations."""
+        return self.log.evaluations()
 
     def export(self, folder: str | Path, dtype: str = "bfloat16") -> Path:
         """Writes the trained model as a Hugging Face folder. Needs a run that is over."""

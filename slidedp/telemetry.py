@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from slidedp.config import Config
@@ -116,7 +117,8 @@ class RunLog:
         loss: mean over all targets; tokens_per_second: target tokens only; tflops_per_gpu: model FLOPs
         without recomputation; mfu: their share of the GPU's peak, NaN where that is not known; busy:
         fraction of the step in which compute did not wait; lr, gradient_norm (before clipping),
-        update_seconds: of the worker.
+        update_seconds: of the worker. If the run evaluates, eval_loss and perplexity are of the weights
+        that the step started from, as loss is; see `evaluations`.
         """
         ranks = self.ranks()
         names = ["loss", "targets", "step_seconds", "tokens_per_second", "tflops_per_gpu", "mfu", "busy"]
@@ -145,7 +147,24 @@ class RunLog:
             table = table.join(
                 updates.drop(columns=["kind", "spans", "anonymous_bytes"], errors="ignore").set_index("step")
             )
+        evaluations = self.evaluations()
+        if not evaluations.empty:
+            table = table.join(evaluations[["eval_loss", "perplexity"]])
         return table
+
+    def evaluations(self) -> pd.DataFrame:
+        """One row per evaluation on held-out data, by the number of steps done before it.
+
+        eval_loss: mean over all held-out targets; perplexity: its exponential; seconds: of the slowest rank.
+        """
+        columns = ["eval_loss", "perplexity", "targets", "seconds"]
+        events = pd.DataFrame(self.events("eval"), columns=["step", "loss_sum", "targets", "seconds"])
+        groups = events.groupby("step")
+        complete = groups.size() == int(self.description["ranks"])
+        table = groups.agg({"loss_sum": "sum", "targets": "sum", "seconds": "max"})[complete]
+        table["eval_loss"] = table["loss_sum"] / table["targets"]
+        table["perplexity"] = np.exp(table["eval_loss"])
+        return table[columns]
 
     def timeline(self, step: int) -> pd.DataFrame:
         """Spans of a sampled step: rank, track, unit, phase, start and end in ms since the rank's compute
@@ -223,6 +242,55 @@ class StepReader:
                 del self._partial[event["step"]]
                 complete.append(Step(event["step"], sorted(ranks, key=lambda e: e["rank"])))
         return complete
+
+
+class RowReader:
+    """Makes of events the rows of `metrics` and `evaluations`, each once and in order: plain dicts with
+    `step`, as loggers take them."""
+
+    def __init__(self, ranks: int, flops_per_token: float) -> None:
+        self._ranks, self._flops = ranks, flops_per_token
+        self._events: dict[tuple[str, int], list[dict[str, Any]]] = {}
+        self._next: int | None = None
+
+    def add(self, event: dict[str, Any]) -> list[dict[str, Any]]:
+        """The rows that are complete now."""
+        kind = event["kind"]
+        if kind not in ("step", "update", "eval"):
+            return []
+        self._next = event["step"] if self._next is None else self._next
+        self._events.setdefault((kind, event["step"]), []).append(event)
+        rows = []
+        while True:
+            step = self._next
+            assert step is not None
+            # A rank reports an evaluation before the step that starts from the same weights.
+            if len(self._events.get(("eval", step), ())) == self._ranks:
+                rows.append(self._evaluation(step, self._events.pop(("eval", step))))
+            ranks, update = (self._events.get((kind, step), []) for kind in ("step", "update"))
+            if len(ranks) < self._ranks or not update:
+                return rows
+            rows.append(self._step(Step(step, ranks), update[0]))
+            del self._events["step", step], self._events["update", step]
+            self._next = step + 1
+
+    @staticmethod
+    def _evaluation(step: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+        loss = sum(e["loss_sum"] for e in ranks) / max(1, sum(e["targets"] for e in ranks))
+        return {"step": step, "eval_loss": loss, "perplexity": float(np.exp(loss))}
+
+    def _step(self, step: Step, update: dict[str, Any]) -> dict[str, Any]:
+        waited = sum(sum(e["wait_seconds"].values()) for e in step.events)
+        return {
+            "step": step.step,
+            "loss": step.loss,
+            "targets": sum(e["targets"] for e in step.events),
+            "step_seconds": step.seconds,
+            "tokens_per_second": step.tokens_per_second,
+            "tflops_per_gpu": step.tokens_per_second / self._ranks * self._flops / 1e12,
+            "busy": 1 - waited / sum(e["compute_seconds"] for e in step.events),
+            **{name: update[name] for name in ("lr", "gradient_norm", "skipped", "update_seconds")},
+        }
 
 
 def open_run(folder: str | Path) -> RunLog:

@@ -200,6 +200,7 @@ class Outcome:
         self.units = units
         self.steps: list[dict] = []
         self.updates: list[dict] = []
+        self.evaluations: list[dict] = []
         self.layouts = [(0, layout)]
         """(first step, layout) of every layout in turn."""
         self.recorded: list[Any] = []
@@ -231,6 +232,8 @@ class Outcome:
                     self.layouts.append((event["step"], waiting[asked - 1][1]))
                 elif event["kind"] == "update":
                     self.updates.append(event)
+                elif event["kind"] == "eval":
+                    self.evaluations.append(event)
             done = len(self.updates)
             if asked < len(waiting) and len(self.layouts) > asked and done >= waiting[asked][0]:
                 layout = waiting[asked][1]
@@ -285,13 +288,16 @@ def close_pools() -> None:
 def small_model(folder: Path, *, tied: bool = True, kind: str = "qwen3") -> str:
     """A random Hugging Face folder whose sizes divide by nothing convenient. Every unit but a tied
     head is two to four chunks of 4 KiB, and five layers do not fit a landing ring of four."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    configs = {"qwen3": Qwen3Config, "llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config}
     torch.manual_seed(0)
-    heads = {} if kind == "qwen2" else {"head_dim": 8}
-    config = configs[kind](
-        vocab_size=97, hidden_size=20, intermediate_size=28, num_hidden_layers=5, num_attention_heads=2,
+    heads = {} if kind in ("qwen2", "olmoe") else {"head_dim": 8}
+    if kind in ("qwen3_moe", "olmoe"):
+        heads |= {"num_experts": 6, "num_experts_per_tok": 2, "initializer_range": 0.2}
+    if kind == "qwen3_moe":
+        heads |= {"moe_intermediate_size": 12, "norm_topk_prob": True}
+    config = AutoConfig.for_model(
+        kind, vocab_size=97, hidden_size=20, intermediate_size=28, num_hidden_layers=5, num_attention_heads=2,
         num_key_value_heads=1, tie_word_embeddings=tied, max_position_embeddings=64,
         pad_token_id=None, bos_token_id=None, eos_token_id=None, **heads,
     )  # fmt: skip

@@ -1,12 +1,15 @@
 """The plain loop that every route must agree with: one process, one model, torch.optim.AdamW."""
 
+import tempfile
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slidedp.config import Config
-from slidedp.data.order import Order
+from slidedp.data.order import Order, split
 from slidedp.data.samples import Samples
 
 
@@ -22,7 +25,11 @@ def train(config: Config) -> SimpleNamespace:
 
 
 def _train(config: Config) -> SimpleNamespace:
-    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        config.model,
+        dtype=torch.float32,
+        experts_implementation="eager",  # if it has some: one after another
+    )
     model.train()
     settings = config.optimizer
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -32,11 +39,13 @@ def _train(config: Config) -> SimpleNamespace:
     ]
     optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
     samples = Samples(config.data.path)
-    order = Order(samples.count, config.batch_size, config.seed)
+    learnt, _ = split(samples.count, config.data.eval_fraction, config.seed)
+    order = Order(len(learnt), config.batch_size, config.seed)
     losses, norms = [], []
     for step in range(config.steps):
-        input_ids, labels = samples.rows(order.step(step))
-        logits = model(input_ids=input_ids).logits
+        rows = learnt[order.step(step)]
+        input_ids, labels = samples.rows(rows)
+        logits = logits_of(model, input_ids, samples.positions(rows))
         total = torch.nn.functional.cross_entropy(
             logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum"
         )
@@ -49,5 +58,24 @@ def _train(config: Config) -> SimpleNamespace:
             group["lr"] = settings.lr_at(step, config.steps)
         optimizer.step()
         losses.append(float(loss.detach()))
-    named = {n: p.detach() for n, p in model.named_parameters()}
-    return SimpleNamespace(losses=losses, norms=norms, parameters=named)
+    return SimpleNamespace(losses=losses, norms=norms, parameters=_stored(model))
+
+
+def _stored(model: Any) -> dict[str, torch.Tensor]:
+    """Parameters by the names that a checkpoint has for them."""
+    if not hasattr(model.config, "num_experts"):
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    with tempfile.TemporaryDirectory() as folder:  # experts, one by one
+        model.save_pretrained(folder)
+        return load_file(f"{folder}/model.safetensors")
+
+
+def logits_of(model: Any, input_ids: torch.Tensor, position_ids: torch.Tensor | None) -> torch.Tensor:
+    """Logits of whole sequences, or of their documents one by one."""
+    if position_ids is None:
+        return model(input_ids=input_ids).logits
+    rows = []
+    for ids, positions in zip(input_ids, position_ids, strict=True):
+        sizes = torch.diff(torch.nonzero(positions == 0)[:, 0], append=torch.tensor([len(ids)])).tolist()
+        rows.append(torch.cat([model(input_ids=part[None]).logits[0] for part in ids.split(sizes)]))
+    return torch.stack(rows)

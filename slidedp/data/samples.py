@@ -1,7 +1,8 @@
-"""Prepared samples on disk: two int32 arrays [samples, length] that are mapped, never read whole.
+"""Prepared samples on disk: int32 arrays [samples, length] that are mapped, never read whole.
 
 `labels[s, i]` is the target of position i, the token after `input_ids[s, i]` (already shifted);
-slidedp.model.loss.IGNORED (-100) leaves a position out of the loss.
+slidedp.model.loss.IGNORED (-100) leaves a position out of the loss. `position_ids`, which there need
+not be, count from 0 in each document of a sample: documents then do not see each other.
 """
 
 from pathlib import Path
@@ -11,7 +12,9 @@ import torch
 
 from slidedp.errors import ConfigError
 
-INPUT_IDS, LABELS = "input_ids.npy", "labels.npy"
+INPUT_IDS, LABELS, POSITION_IDS = "input_ids.npy", "labels.npy", "position_ids.npy"
+SCAN = 2**22
+"""Tokens that are looked at at once."""
 
 
 class Samples:
@@ -21,11 +24,14 @@ class Samples:
         self.folder = Path(folder)
         self.input_ids = _open(self.folder / INPUT_IDS)
         self.labels = _open(self.folder / LABELS)
-        if self.input_ids.shape != self.labels.shape:
-            raise ConfigError(
-                f"{self.folder}: {INPUT_IDS} is {list(self.input_ids.shape)}, {LABELS} is "
-                f"{list(self.labels.shape)}: prepare both with the same [samples, length]"
-            )
+        there = (self.folder / POSITION_IDS).exists()
+        self.position_ids = _open(self.folder / POSITION_IDS) if there else None
+        for name, array in ((LABELS, self.labels), (POSITION_IDS, self.position_ids)):
+            if array is not None and self.input_ids.shape != array.shape:
+                raise ConfigError(
+                    f"{self.folder}: {INPUT_IDS} is {list(self.input_ids.shape)}, {name} is "
+                    f"{list(array.shape)}: prepare both with the same [samples, length]"
+                )
 
     @property
     def count(self) -> int:
@@ -42,6 +48,32 @@ class Samples:
         input_ids = self.input_ids[indices].astype(np.int64)
         labels = self.labels[indices].astype(np.int64)
         return torch.from_numpy(input_ids), torch.from_numpy(labels)
+
+    def positions(self, indices: np.ndarray) -> torch.Tensor | None:
+        """position_ids of the samples at `indices` [n], int64 [n, length]; None if samples are whole."""
+        if self.position_ids is None:
+            return None
+        return torch.from_numpy(self.position_ids[indices].astype(np.int64))
+
+    def attended_length(self) -> float:
+        """Tokens of the document that a token is in, in the mean."""
+        if self.position_ids is None:
+            return self.length
+        squares, rows = 0, max(1, SCAN // self.length)
+        for start in range(0, self.count, rows):
+            following = self.position_ids[start : start + rows]
+            ends = np.ones(following.shape, bool)
+            ends[:, :-1] = following[:, 1:] == 0
+            squares += int(((following[ends].astype(np.int64) + 1) ** 2).sum())
+        return squares / (self.count * self.length)
+
+
+def new_samples(folder: Path, count: int, length: int, positions: bool = False) -> list[np.ndarray]:
+    """Empty arrays on disk to be filled, int32 [count, length]: input_ids, labels, and position_ids if
+    asked for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    names = (INPUT_IDS, LABELS, POSITION_IDS) if positions else (INPUT_IDS, LABELS)
+    return [np.lib.format.open_memmap(folder / n, "w+", np.int32, (count, length)) for n in names]
 
 
 def write_samples(folder: str | Path, input_ids: np.ndarray, labels: np.ndarray) -> Samples:

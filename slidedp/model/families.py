@@ -14,10 +14,19 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from slidedp.errors import ConfigError, reason
 
-ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-"""Models of the shape embed_tokens, layers, norm, lm_head with rotary positions and causal SDPA."""
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "OlmoeForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM",
+)
+"""Models of the shape embed_tokens, layers, norm, lm_head with rotary positions and causal SDPA. Experts
+of a mixture are computed by transformers' grouped matrix products."""
 
-LayerFunction = Callable[[dict[str, torch.Tensor], torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+LayerFunction = Callable[..., torch.Tensor]
+"""(parameters, hidden, cos, sin, bounds) -> hidden; see `slidedp.model.documents.Positions`."""
 
 
 def load_config(model: str | PretrainedConfig) -> PretrainedConfig:
@@ -49,6 +58,17 @@ def skeleton(config: PretrainedConfig, sequence_length: int | None = None) -> An
         raise ConfigError(f"model: {name} is not supported; accepted: {', '.join(ARCHITECTURES)}")
     if len(model.model.layers) == 0:
         raise ConfigError("model: num_hidden_layers is 0: give a model with at least one decoder layer")
+    shapes = [{n: p.shape for n, p in layer.named_parameters()} for layer in model.model.layers]
+    if any(layer != shapes[0] for layer in shapes):
+        raise ConfigError(
+            "model: its layers differ (mlp_only_layers or decoder_sparse_step in config.json), and one "
+            "template must serve all: give a model whose layers are alike"
+        )
+    if getattr(config, "output_router_logits", False) and config.router_aux_loss_coef:
+        raise ConfigError(
+            f"model: a router loss (router_aux_loss_coef={config.router_aux_loss_coef}) is not supported: "
+            "set output_router_logits to false in config.json, which leaves it out in transformers too"
+        )
     if getattr(config, "attention_dropout", 0.0):
         raise ConfigError(
             f"model: attention_dropout={config.attention_dropout} is not supported, since a recomputed layer "
@@ -75,22 +95,25 @@ def _check_length(config: Any, sequence_length: int) -> None:
         )
 
 
-def layer_function(model: Any) -> LayerFunction:
-    """f(parameters, hidden, cos, sin) -> hidden of one decoder layer; hidden is [batch, seq, width]."""
+def layer_function(model: Any, attention: str = "sdpa") -> LayerFunction:
+    """f(parameters, hidden, cos, sin, bounds) -> hidden of one decoder layer; hidden is [batch, seq,
+    width]. Without bounds attention is causal over the whole sequence."""
     template = model.model.layers[0]
     template.train()
+    template.self_attn.config._attn_implementation = attention
 
     def layer(
         parameters: dict[str, torch.Tensor],
         hidden: torch.Tensor,
         cos: torch.Tensor,
         sin: torch.Tensor,
+        bounds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return functional_call(
             template,
             parameters,
             (hidden,),
-            {"position_embeddings": (cos, sin), "attention_mask": None, "use_cache": False},
+            {"position_embeddings": (cos, sin), "attention_mask": bounds, "use_cache": False},
         )
 
     return layer
@@ -116,14 +139,18 @@ def rotary_tables(
     return rotary(torch.empty(0, dtype=dtype, device=device), positions)
 
 
-def flops_per_token(model: Any, sequence_length: int) -> float:
-    """Floating-point operations of one trained token: 6 per parameter outside the input embedding,
-    plus causal attention (6 · layers · heads · head_dim · length); no recompute counted."""
+def flops_per_token(model: Any, attended_length: float) -> float:
+    """Floating-point operations of one trained token: 6 per parameter outside the input embedding (of
+    experts, those that a token goes to), plus causal attention (6 · layers · heads · head_dim · length,
+    the length of a token's document in the mean); no recompute counted."""
     config = model.config
     parameters = sum(p.numel() for p in model.parameters())
     if model.lm_head.weight is not model.model.embed_tokens.weight:
         parameters -= model.model.embed_tokens.weight.numel()
+    if hasattr(config, "num_experts"):
+        experts = sum(p.numel() for n, p in model.named_parameters() if ".mlp.experts." in n)
+        parameters -= experts * (config.num_experts - config.num_experts_per_tok) // config.num_experts
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     layers = config.num_hidden_layers
-    return 6.0 * parameters + 6.0 * layers * heads * head_dim * sequence_length
+    return 6.0 * parameters + 6.0 * layers * heads * head_dim * attended_length

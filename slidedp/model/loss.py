@@ -42,8 +42,7 @@ def linear_cross_entropy(
     hidden [tokens, width], weight [vocabulary, width], targets [tokens] int64; the gradient of the
     weight is added to `weight_gradient`, FP32 of the weight's shape.
     """
-    # A GPU wants pieces that fill its matrix units (1 GiB of BF16 logits), a CPU its cache.
-    piece = max(1, (2**29 if hidden.is_cuda else 2**22) // weight.shape[0])
+    piece = _piece(hidden, weight)
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     gradient = torch.empty_like(hidden)
     for start in range(0, hidden.shape[0], piece):
@@ -57,3 +56,19 @@ def linear_cross_entropy(
             product = (signal.t() @ part).float()
         weight_gradient += product
     return loss, gradient
+
+
+def summed_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """The loss of `linear_cross_entropy` alone."""
+    piece = _piece(hidden, weight)
+    loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    for part, labels in zip(hidden.split(piece), targets.split(piece), strict=True):
+        logits = (part @ weight.t()).float()
+        loss += torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    return loss
+
+
+def _piece(hidden: torch.Tensor, weight: torch.Tensor) -> int:
+    """Tokens at a time. A GPU wants pieces that fill its matrix units (1 GiB of BF16 logits), a CPU its
+    cache."""
+    return max(1, (2**29 if hidden.is_cuda else 2**22) // weight.shape[0])

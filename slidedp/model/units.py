@@ -50,6 +50,9 @@ class Unit:
     """Elements of the flat buffer, padding included; a multiple of ALIGNMENT."""
     decayed: int
     """Elements [0, decayed) have weight decay (matrices), the rest has none (norms, biases)."""
+    views: tuple[Parameter, ...] = ()
+    """The same elements as the template computes with them. They are the parameters, but the experts of
+    a mixture, which a checkpoint stores one by one, are one tensor of three dimensions."""
 
     @property
     def parameter_count(self) -> int:
@@ -65,13 +68,28 @@ def aligned(count: int, alignment: int = ALIGNMENT) -> int:
 def _unit(index: int, name: str, tensors: dict[str, tuple[str, tuple[int, ...]]]) -> Unit:
     """Lays out `tensors` (local name -> checkpoint name, shape): matrices first, then the rest."""
     ordered = sorted(tensors.items(), key=lambda item: len(item[1][1]) < 2)
-    offset, decayed, parameters = 0, 0, []
+    offset, decayed, parameters, views = 0, 0, [], []
     for local, (full, shape) in ordered:
-        parameters.append(Parameter(full, local, shape, offset))
+        views.append(Parameter(full, local, shape, offset))
+        start, prefix = offset, full.removesuffix(local)
+        for stored, part in _stored(full, shape):
+            parameters.append(Parameter(stored, stored.removeprefix(prefix), part, start))
+            start += prod(part)
         offset = aligned(offset + prod(shape))
         if len(shape) >= 2:
             decayed = offset
-    return Unit(index, name, tuple(parameters), offset, decayed)
+    return Unit(index, name, tuple(parameters), offset, decayed, tuple(views))
+
+
+def _stored(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
+    """What a checkpoint holds in place of a tensor, in the order of its elements."""
+    stem, _, kind = name.rpartition(".")
+    if not stem.endswith(".experts"):
+        return [(name, shape)]
+    experts, rows, columns = shape
+    kinds = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+    part = (rows // len(kinds), columns)
+    return [(f"{stem}.{expert}.{k}.weight", part) for expert in range(experts) for k in kinds]
 
 
 def units_of(model: Any) -> tuple[Unit, ...]:

@@ -387,7 +387,7 @@ def _compute(planned: Plan, device: Device) -> dict[str, float]:
     ids = torch.randint(0, planned.model.vocab_size, (batch, length), device=device.torch)
 
     def call(function: Any) -> LayerCall:
-        return lambda p, h: function(p, h, functions.cos, functions.sin)
+        return lambda p, h: function(p, h, *functions.positions)
 
     def both(mode: Callable[[], Activations], function: Any) -> tuple[float, float]:
         """Seconds of a forward and of a backward."""

@@ -21,11 +21,11 @@ class Slot:
         self._views: dict[int, dict[str, torch.Tensor]] = {}
 
     def parameters(self, unit: Unit, structure: int) -> dict[str, torch.Tensor]:
-        """The unit's parameters by local name, as leaf views; one set for each `structure` (layers
+        """The unit's tensors by local name, as leaf views; one set for each `structure` (layers
         are all alike)."""
         if structure not in self._views:
             self._views[structure] = {
-                p.local: p.view(self._buffer).detach().requires_grad_() for p in unit.parameters
+                p.local: p.view(self._buffer).detach().requires_grad_() for p in unit.views
             }
         return self._views[structure]
 

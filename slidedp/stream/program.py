@@ -116,3 +116,11 @@ def transfers(
     # What leaves the GPU goes first: it frees a buffer that compute is about to need.
     rank = {Reduce: 0, Stash: 0, Fetch: 1, Deliver: 2, Load: 3, Update: 4}
     return [transfer for _, transfer in sorted(placed, key=lambda p: (p[0], rank[type(p[1])]))]
+
+
+def evaluation(layers: int, tied: bool) -> list[Transfer]:
+    """The deliveries of a forward pass that nothing follows: every slot is free after its visit."""
+    visits = Visits(layers)
+    embed = Deliver(0, visits.forward(0), visits.head if tied else visits.forward(0))
+    above = [Deliver(unit, visits.forward(unit), visits.forward(unit)) for unit in range(1, layers + 1)]
+    return [embed, *above, Deliver(visits.head, visits.head, visits.head)]

@@ -9,10 +9,13 @@ from slidedp.stream.timeline import Timeline
 
 
 class Step:
-    """A step's number, its signals by name, its timeline, and inputs that are between two rings."""
+    """A step's number, its signals by name, its timeline, and inputs that are between two rings.
 
-    def __init__(self, number: int, abort: Abort, timeline: Timeline) -> None:
-        self.number, self.timeline = number, timeline
+    An evaluation between two steps is a step that has the number of the second and learns nothing.
+    """
+
+    def __init__(self, number: int, abort: Abort, timeline: Timeline, learns: bool = True) -> None:
+        self.number, self.timeline, self.learns = number, timeline, learns
         self.held: dict[int, torch.Tensor] = {}
         self._abort = abort
         self._signals: dict[tuple[str, int], Signal] = {}

@@ -18,15 +18,26 @@ from slidedp.host.landing import Landing
 from slidedp.host.messages import Landed, Written
 from slidedp.host.process import doing
 from slidedp.host.state import HostState
+from slidedp.model.documents import Positions
 from slidedp.model.families import LayerFunction
-from slidedp.model.loss import SoftmaxGradient, linear_cross_entropy
+from slidedp.model.loss import SoftmaxGradient, linear_cross_entropy, summed_cross_entropy
 from slidedp.model.units import Unit, chunks
 from slidedp.stream.activations import Activations, Keep, LayerCall, Offload, Recompute
 from slidedp.stream.buffers import Buffers, is_tied
 from slidedp.stream.delivery import Delivery, make_delivery
 from slidedp.stream.device import Abort, Device
 from slidedp.stream.gates import Gates
-from slidedp.stream.program import Deliver, Fetch, Load, Reduce, Stash, Update, Visits, transfers
+from slidedp.stream.program import (
+    Deliver,
+    Fetch,
+    Load,
+    Reduce,
+    Stash,
+    Update,
+    Visits,
+    evaluation,
+    transfers,
+)
 from slidedp.stream.reduction import Arrival, Reduction, Scattered, make_reduction
 from slidedp.stream.signals import Step
 from slidedp.stream.stash import ActivationStash
@@ -42,8 +53,10 @@ class ModelFunctions(NamedTuple):
     """The layer, compiled so that it keeps this fraction of its intermediates."""
     norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     softmax: SoftmaxGradient
-    cos: torch.Tensor
-    sin: torch.Tensor
+    positions: Positions
+    """Those of sequences that are one document each."""
+    within_documents: Callable[[torch.Tensor], Positions]
+    """Those of sequences with these position ids, int64 [batch, length] on the CPU."""
     padding_index: int
     """Row of the embedding that gets no gradient; -1 for none."""
 
@@ -88,6 +101,8 @@ class Engine:
             unit + 1: self._call(partial if mode == "partial" else functions.layer)
             for unit, mode in enumerate(self.modes)
         }
+        self.positions = functions.positions
+        """Those of the batch that compute is at."""
         self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self._landings: queue.SimpleQueue[tuple[Landed | Written, Arrival] | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[tuple[Landed | Written, Arrival] | None] = queue.SimpleQueue()
@@ -122,7 +137,12 @@ class Engine:
     # --- compute --------------------------------------------------------------------------------
 
     def step(
-        self, number: int, input_ids: torch.Tensor, labels: torch.Tensor, profiled: bool = False
+        self,
+        number: int,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        positions: Positions,
+        profiled: bool = False,
     ) -> tuple[torch.Tensor, Timeline]:
         """Enqueues one step on [batch, sequence] int64 device tensors.
 
@@ -130,6 +150,7 @@ class Engine:
         timeline is done) and the timeline. All transfers of the step follow from the transfer thread.
         `profiled`: torch.profiler records the step.
         """
+        self.positions = positions
         timeline = Timeline(self.device, profiled)
         step = Step(number, self.abort, timeline)
         self._steps.put(step)
@@ -155,9 +176,28 @@ class Engine:
         timeline.close()
         return loss, timeline
 
+    @torch.no_grad()
+    def evaluate(
+        self, number: int, input_ids: torch.Tensor, labels: torch.Tensor, positions: Positions
+    ) -> torch.Tensor:
+        """Enqueues a forward pass with the weights that step `number` will start from; its tensors are
+        like that step's. Returns the loss summed over targets (FP32 device scalar)."""
+        step = Step(number, self.abort, Timeline(self.device), learns=False)
+        self._steps.put(step)
+        embed, *layers, head = self.units
+        with _Visit(self, step, embed, self.visits.forward(0), "forward"):
+            hidden = functional.embedding(input_ids, self.buffers.parameters(embed)["weight"])
+        for unit in layers:
+            with _Visit(self, step, unit, self.visits.forward(unit.index), "forward"):
+                hidden = self.functions.layer(self.buffers.parameters(unit), hidden, *positions)
+        with _Visit(self, step, head, self.visits.head, "head"):
+            parameters = self.buffers.parameters(head)
+            weight = self.buffers.parameters(embed)["weight"] if self.tied else parameters["lm_head.weight"]
+            normed = self.functions.norm(parameters["norm.weight"], hidden)
+            return summed_cross_entropy(normed.flatten(0, 1), weight, labels.flatten())
+
     def _call(self, layer: LayerFunction) -> LayerCall:
-        cos, sin = self.functions.cos, self.functions.sin
-        return lambda parameters, hidden: layer(parameters, hidden, cos, sin)
+        return lambda parameters, hidden: layer(parameters, hidden, *self.positions)
 
     def _activations(self, step: Step, unit: Unit) -> Activations:
         mode = self.modes[unit.index - 1]
@@ -222,8 +262,8 @@ class Engine:
             with step.timeline.span("compute", unit.name, "wait gradient buffer"):
                 buffer.free.wait(self.device.compute)
         buffer.free = step.signal("reduced", unit.index)
-        targets = [p.view(buffer.memory) for p in unit.parameters]
-        torch._foreach_copy_(targets, [gradients[p.local] for p in unit.parameters])
+        targets = [view.view(buffer.memory) for view in unit.views]
+        torch._foreach_copy_(targets, [gradients[view.local] for view in unit.views])
         step.signal("gradient", unit.index).fire(self.device.compute)
 
     # --- transfers ------------------------------------------------------------------------------
@@ -241,8 +281,9 @@ class Engine:
             self.updates.indices,
             self.layout.schedule,
         )
+        forward = evaluation(len(self.units) - 2, self.tied)
         while (step := self._steps.get()) is not None:
-            for transfer in program:
+            for transfer in program if step.learns else forward:
                 if isinstance(transfer, Load):
                     self.updates.begin()
                     continue

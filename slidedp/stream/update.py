@@ -156,7 +156,8 @@ class ShardUpdate:
                     target[first:last].copy_(source, non_blocking=True)
             entry.free = self._written[unit.index, start] = self._fired(device.state_out)
             self._load_next()
-        if slot is not None:
+        # A step that is skipped leaves the slot as it is: embed's holds the head by then.
+        if slot is not None and coefficients.grad_scale is not None:
             self._fresh[unit.index] = ready
         return self._fired(device.state_out)
 
@@ -193,7 +194,7 @@ class ShardUpdate:
     def gather(self, unit: Unit) -> None:
         """Enqueues on the collective stream what makes a fresh slot whole."""
         stream, slot = self._device.collective, self._buffers.slot(unit).memory
-        for (start, stop), ready in zip(self._chunks[unit.index], self._fresh[unit.index], strict=True):
+        for (start, stop), ready in zip(self._chunks[unit.index], self._fresh.pop(unit.index), strict=True):
             ready.wait(stream)
             if self._ranks > 1:
                 first, last, _ = shard(start, stop, self._rank, self._ranks)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slidedp.data.order import Order
+from slidedp.data.order import Order, split
 
 sizes = st.integers(1, 200).flatmap(lambda count: st.tuples(st.just(count), st.integers(1, count)))
 seeds = st.integers(0, 2**32)
@@ -46,3 +46,19 @@ def test_epochs_and_seeds_differ_and_left_out_samples_come_later():
     assert len({epoch.tobytes() for epoch in epochs}) == 8
     assert len(set(np.concatenate(epochs).tolist())) == 103
     assert order.step(0).tolist() != Order(103, 10, seed=1).step(0).tolist()
+
+
+@given(st.integers(1, 300), st.floats(0, 0.99), seeds)
+@settings(max_examples=60, deadline=None)
+def test_a_split_is_whole_and_its_own_function(count, fraction, seed):
+    learnt, held_out = split(count, fraction, seed)
+    assert sorted([*learnt, *held_out]) == list(range(count))
+    assert len(held_out) == min(count, int(np.ceil(fraction * count)))
+    again = split(count, fraction, seed)
+    assert (learnt.tolist(), held_out.tolist()) == (again[0].tolist(), again[1].tolist())
+
+
+def test_a_split_is_drawn_by_the_seed():
+    drawn = [split(1000, 0.1, seed)[1] for seed in range(2)]
+    assert drawn[0].tolist() != drawn[1].tolist()
+    assert all(np.diff(held_out).max() > 1 for held_out in drawn)  # not the end of the data

@@ -5,10 +5,11 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from slidedp.config import Data
-from slidedp.data import text
+from slidedp.data import encode, sources
+from slidedp.data import prepare as preparation
+from slidedp.data.prepare import check_samples, prepare
 from slidedp.data.samples import INPUT_IDS, LABELS, write_samples
 from slidedp.data.stdlib import stdlib_files, train_tokenizer, write_corpus
-from slidedp.data.text import check_samples, prepare, text_files
 from slidedp.errors import ConfigError
 
 VOCAB = 512
@@ -53,7 +54,7 @@ def plain_samples(files, tokenizer, length, bos=()):
 @pytest.mark.parametrize("length", [1, 5, 16])
 @pytest.mark.parametrize("batch", [1, 10**6])
 def test_packing_is_that_of_a_plain_loop(folder, tmp_path, tokenizer, monkeypatch, length, batch):
-    monkeypatch.setattr(text, "BATCH", batch)
+    monkeypatch.setattr(encode, "BATCH", batch)
     samples = prepare(Data(path=folder), tokenizer, length, tmp_path / "out")
     files = [folder / name for name in ("a.md", "b.txt", "c.txt", "deep/d.py")]
     input_ids, labels = plain_samples(files, tokenizer, length)
@@ -68,7 +69,7 @@ def test_a_tokenizer_that_starts_documents_with_bos_does_so_once_a_document(fold
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
     )
-    monkeypatch.setattr(text, "PIECE", 20)  # so documents are cut
+    monkeypatch.setattr(sources, "PIECE", 20)  # so documents are cut
     samples = prepare(Data(path=folder / "b.txt"), tokenizer, 8, tmp_path / "out")
     bos = [tokenizer.bos_token_id]
     assert samples.input_ids.tolist() == plain_samples([folder / "b.txt"], tokenizer, 8, bos)[0]
@@ -78,10 +79,10 @@ def test_long_documents_are_cut_at_line_ends_and_lose_nothing(tmp_path, tokenize
     lines = [f"line {i} " + "word " * (i % 13) + "\n" for i in range(200)]
     file = tmp_path / "long.txt"
     file.write_text("".join(lines))
-    monkeypatch.setattr(text, "PIECE", 100)
-    pieces = list(text._pieces(file))
+    monkeypatch.setattr(sources, "PIECE", 100)
+    pieces = list(sources._text(file))
     assert len(pieces) > 20
-    assert all(piece.endswith("\n") for piece, _, _ in pieces)
+    assert all(piece.text.endswith("\n") for piece, _ in pieces)
     samples = prepare(Data(path=file), tokenizer, 1, tmp_path / "out")
     assert tokenizer.decode(samples.input_ids[:, 0]) == "".join(lines)
     assert (samples.labels == tokenizer.eos_token_id).sum() == 1
@@ -107,13 +108,13 @@ def test_text_that_cannot_be_used_is_refused(folder, tmp_path, tokenizer):
     refused(tmp_path / "nothing", "no such file or folder")
     refused(folder, "no file there ends in .c, .h", suffixes=(".c", ".h"))
     refused(folder, "too few for one sequence", length=10_000)
-    refused(folder / "c.txt", "0 tokens in 1 file(s)")
+    refused(folder / "c.txt", "0 tokens in 0 document(s)")
     (folder / "deep" / "latin.txt").write_bytes("naïve".encode("latin-1"))
     refused(folder, "latin.txt: not UTF-8")
 
 
 def test_samples_that_do_not_suit_the_run_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(text, "SCAN", 8)  # several scans
+    monkeypatch.setattr(preparation, "SCAN", 8)  # several scans
     ids = np.arange(40, dtype=np.int32).reshape(10, 4)
 
     def refused(words, input_ids=ids, labels=ids, batch_size=10, vocab_size=40):
@@ -133,7 +134,7 @@ def test_samples_that_do_not_suit_the_run_are_refused(tmp_path, monkeypatch):
 
 def test_standard_library_is_text_and_trains_a_tokenizer(tmp_path, tokenizer):
     corpus = write_corpus(tmp_path / "corpus", megabytes=0.3)
-    files = text_files(Data(path=corpus))
+    files = sources.source_files(Data(path=corpus))
     assert 200_000 < sum(f.stat().st_size for f in files) <= 300_000
     assert sorted(f.name for f in files) == sorted(f.name for f in stdlib_files(300_000))
     content = files[0].read_text(encoding="utf-8") + " Ω\t"

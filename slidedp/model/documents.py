@@ -1,0 +1,86 @@
+"""Attention within documents: what a layer needs to know where several documents share a sequence.
+
+Position ids, int64 [batch, length], count from 0 in each document. The layer then gets rotary tables by
+position and bounds: a mask that is the same everywhere, or for the flash kernel of CUDA the documents'
+ends, which leave out what the mask would only hide.
+"""
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.attention.varlen import varlen_attn
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+VARLEN = "slidedp_varlen"
+"""Name of the attention below among transformers' own."""
+# torch 2.11 takes fewer heads of keys than of queries without being told.
+_GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+
+
+class Positions(NamedTuple):
+    """What a layer takes besides its parameters and its input."""
+
+    cos: torch.Tensor
+    """[1 or batch, length, head_dim], as `sin`."""
+    sin: torch.Tensor
+    bounds: torch.Tensor | None = None
+    """None where a sequence is one document. Else a bool mask [batch, 1, length, length], or with VARLEN
+    int32 ends [documents + 1] in the batch's row of tokens, the last repeated to a power of two."""
+
+
+def has_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether VARLEN computes the attention of a model with this config."""
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    fast = dtype in (torch.bfloat16, torch.float16)
+    return device.type == "cuda" and fast and head_dim % 8 == 0 and head_dim <= 256
+
+
+def within_documents(tables: Positions, varlen: bool, position_ids: torch.Tensor) -> Positions:
+    """Positions of a batch from the tables of one whole sequence and its position ids, on the CPU."""
+    device = tables.cos.device
+    rows = position_ids.to(device, non_blocking=True)
+    bounds = document_ends(position_ids).to(device, non_blocking=True) if varlen else same_document(rows)
+    return Positions(tables.cos[0][rows], tables.sin[0][rows], bounds)
+
+
+def same_document(position_ids: torch.Tensor) -> torch.Tensor:
+    """Bool [batch, 1, length, length]: whether a token (third axis) sees another (last axis)."""
+    documents = (position_ids == 0).cumsum(1)
+    return (documents[:, :, None] == documents[:, None, :]).tril()[:, None]
+
+
+def document_ends(position_ids: torch.Tensor) -> torch.Tensor:
+    """Int32 [power of two + 1]: 0, and the end of every document of the batch. Few lengths, since a layer
+    is compiled for each."""
+    starts = torch.nonzero(position_ids.flatten() == 0)[:, 0]
+    ends = torch.full((1 << (len(starts) - 1).bit_length(),), position_ids.numel())
+    ends[: len(starts) - 1] = starts[1:]
+    return torch.cat([torch.zeros(1, dtype=torch.int32), ends.int()])
+
+
+def _attend(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bounds: torch.Tensor | None,
+    scaling: float | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention as transformers calls it: [batch, heads, length, head_dim] in, [batch, length,
+    heads, head_dim] out."""
+    if bounds is None:
+        return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **more)
+    batch, heads, length, head_dim = query.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    causal = (-1, 0)
+    out = varlen_attn(q, k, v, bounds, bounds, length, length, scale=scaling, window_size=causal, **_GROUPED)
+    assert isinstance(out, torch.Tensor)
+    return out.view(batch, length, heads, head_dim), None
+
+
+AttentionInterface.register(VARLEN, _attend)
