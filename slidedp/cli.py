@@ -90,6 +90,10 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("config", metavar="CONFIG.toml")
     tune.set_defaults(command=_tune)
 
+    bench = commands.add_parser("bench", help="measure SlideDP beside its peers", add_help=False)
+    bench.add_argument("arguments", nargs=argparse.REMAINDER)
+    bench.set_defaults(command=_bench)
+
     notebook = commands.add_parser("notebook", help="execute a notebook and print its output")
     notebook.add_argument("path", type=Path, metavar="NOTEBOOK.ipynb")
     notebook.set_defaults(command=_notebook)
@@ -126,6 +130,12 @@ def _tune(options: argparse.Namespace) -> int:
         run.stop()
         run.wait()
     return 0
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from slidedp.bench.__main__ import main as bench  # the peers' imports are not for every command
+
+    return bench(options.arguments)
 
 
 def _toml(layout: Layout) -> str:

@@ -1,58 +1,109 @@
-"""python -m slidedp.bench 8B --batch 16 --layout '{"schedule": "in_backward", "activations": "partial"}'"""
+"""slidedp bench: SlideDP beside its peers on random weights and tokens; one table, one JSON file.
+
+slidedp bench --preset 8b --json 8b.json
+slidedp bench --size 8B --ranks 2 --batch 16 --layout '{"schedule": "in_backward"}' --fsdp2 16,0.5
+"""
 
 import argparse
 import json
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
 from typing import Any
 
-from slidedp.bench.shapes import QWEN3
-from slidedp.bench.slide import run_layouts
+import torch
+
+from slidedp.bench.fsdp2 import Case, run_fsdp2
+from slidedp.bench.presets import PRESETS, Preset
+from slidedp.bench.shapes import QWEN3, qwen3
+from slidedp.bench.slide import random_samples, run_layouts
+from slidedp.bench.table import row
+from slidedp.bench.zero import run_zero2
 from slidedp.config import Layout
 
 
-def row(size: str, batch: int, ranks: int, measured: dict[str, Any]) -> str:
-    """One line of the table; every figure is the median over the measured steps."""
-    layout, waits = measured["layout"], measured["wait_seconds"]
-    route = f"{layout['delivery']}+{layout['reduction']}"
-    return (
-        f"Qwen3-{size} {ranks} x batch {batch:<3} {route:<16} {layout['schedule']:<11} "
-        f"{layout['activations']!s:<10} {measured['step_seconds']:7.3f} s "
-        f"{measured['tokens_per_second']:8,.0f} tokens/s {measured['tflops_per_gpu']:5.0f} TFLOPS/GPU "
-        f"{measured['gpu_peak_gib']:6.1f} GiB/GPU  waits {sum(waits.values()):.3f} s "
-        f"loss {measured['losses'][0]:.4f} -> {measured['losses'][-1]:.4f}"
-    )
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints each measurement as it comes, and keeps all in the JSON file from the first on."""
+    asked = _parser().parse_args(arguments)
+    wanted = PRESETS[asked.preset] if asked.preset else _preset(asked)
+    found: list[dict[str, Any]] = []
+    for measured in _measure(wanted, asked):
+        print(row(wanted.size, wanted.ranks, measured), flush=True)
+        found.append(measured)
+        if asked.json:
+            given = sys.argv[1:] if arguments is None else arguments
+            machine = {
+                "date": date.today().isoformat(),
+                "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor(),
+                "torch": torch.__version__,
+                "command": " ".join(["slidedp", "bench", *given]),
+            }
+            head = {"size": wanted.size, "ranks": wanted.ranks, "length": asked.length, **machine}
+            asked.json.write_text(json.dumps(head | {"measured": found}, indent=1))
+    return 0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m slidedp.bench", description="Measure SlideDP on random weights and tokens."
-    )
-    parser.add_argument("size", choices=QWEN3, help="Qwen3 shape")
+def _measure(wanted: Preset, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    config, ranks = qwen3(wanted.size), wanted.ranks
+    for batch, layouts in wanted.slidedp.items():
+        yield from run_layouts(
+            config,
+            batch,
+            layouts,
+            length=asked.length,
+            steps=asked.steps,
+            ranks=ranks,
+            host_gib=asked.host_gib,
+        )
+    largest = max([case.batch for case in wanted.fsdp2] + wanted.zero2, default=0)
+    if not largest:
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        random_samples(Path(folder), largest * ranks, asked.length, config.vocab_size)
+        yield from run_fsdp2(config, folder, wanted.fsdp2, steps=asked.steps, ranks=ranks)
+        if wanted.zero2 and (asked.zero2 or not asked.preset):
+            yield from run_zero2(config, folder, wanted.zero2, steps=asked.steps, ranks=ranks)
+
+
+def _preset(asked: argparse.Namespace) -> Preset:
+    layouts = [Layout(**fields) for fields in asked.layout or [{}]]
+    return Preset(asked.size, asked.ranks, {asked.batch: layouts}, asked.fsdp2, asked.zero2)
+
+
+def _case(text: str) -> Case:
+    batch, _, activations = text.partition(",")
+    return Case(int(batch), activations or "none")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="slidedp bench", description="Measure SlideDP and its peers.")
+    parser.add_argument("--preset", choices=PRESETS, help="a comparison of README")
+    parser.add_argument("--size", choices=QWEN3, default="8B", help="Qwen3 shape (8B)")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs (1)")
     parser.add_argument("--batch", type=int, default=16, help="sequences per rank (16)")
     parser.add_argument("--length", type=int, default=1024, help="tokens per sequence (1024)")
-    parser.add_argument("--ranks", type=int, default=1, help="GPUs (1)")
-    parser.add_argument("--steps", type=int, default=20, help="steps under each layout (20)")
+    parser.add_argument("--steps", type=int, default=14, help="steps of each setting (14)")
     parser.add_argument(
         "--layout", action="append", type=json.loads, help="JSON of Layout fields; repeat to compare"
     )
-    parser.add_argument("--host-gib", type=float, help="host memory budget in GiB (what is free)")
-    parser.add_argument("--json", help="also write the measurements to this file")
-    asked = parser.parse_args()
-    layouts = [Layout(**fields) for fields in asked.layout or [{}]]
-    measured = run_layouts(
-        asked.size,
-        asked.batch,
-        layouts,
-        length=asked.length,
-        steps=asked.steps,
-        ranks=asked.ranks,
-        host_gib=asked.host_gib,
+    parser.add_argument(
+        "--fsdp2",
+        action="append",
+        default=[],
+        type=_case,
+        metavar="BATCH,MODE",
+        help="also FSDP2; MODE: none, full, or the fraction of activations that the partitioner keeps",
     )
-    for measurement in measured:
-        print(row(asked.size, asked.batch, asked.ranks, measurement))
-    if asked.json:
-        with open(asked.json, "w") as file:
-            json.dump(measured, file, indent=1)
+    parser.add_argument(
+        "--zero2", action="append", default=[], type=int, metavar="BATCH", help="also ZeRO-2-Offload"
+    )
+    parser.add_argument("--host-gib", type=float, help="host memory budget in GiB (what is free)")
+    parser.add_argument("--json", type=Path, help="write the measurements to this file")
+    return parser
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,22 +1,24 @@
 """One measured case of SlideDP."""
 
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
+from transformers import PretrainedConfig
 
-from slidedp.bench.shapes import qwen3
+from slidedp.bench.table import WARM_UP, speed
 from slidedp.config import Config, Data, Layout, Optimizer
 from slidedp.data.samples import write_samples
 from slidedp.host.memory import anonymous_bytes
 from slidedp.preflight import GIB, with_layout
 from slidedp.session import Run, launch
 
-WARM_UP = 5
-"""Steps left out of the medians: compilation, first collectives, caches."""
+FOREVER = 1_000_000
+"""Steps of a run that is stopped when every layout has had its share."""
 
 
 def random_samples(folder: Path, count: int, length: int, vocabulary: int) -> None:
@@ -26,7 +28,7 @@ def random_samples(folder: Path, count: int, length: int, vocabulary: int) -> No
 
 
 def run_layouts(
-    size: str,
+    model: PretrainedConfig,
     batch: int,
     layouts: list[Layout],
     *,
@@ -34,10 +36,9 @@ def run_layouts(
     steps: int = 20,
     ranks: int = 1,
     host_gib: float | None = None,
-) -> list[dict[str, Any]]:
-    """Trains Qwen3-<size> with `batch` sequences per rank, `steps` steps under each layout in turn, in
-    one run that repeats one global batch; returns one measurement per layout."""
-    model = qwen3(size)
+) -> Iterator[dict[str, Any]]:
+    """Trains `model` with `batch` sequences per rank, `steps` steps under each layout in turn, in
+    one run that repeats one global batch; yields a measurement as soon as a layout has had its steps."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         random_samples(folder, batch * ranks, length, model.vocab_size)
@@ -46,7 +47,7 @@ def run_layouts(
             data=Data(path=name),
             sequence_length=length,
             batch_size=batch * ranks,
-            steps=steps * len(layouts),
+            steps=FOREVER,
             ranks=ranks,
             layout=layouts[0],
             optimizer=Optimizer(lr=1e-4, clip_norm=None),
@@ -54,12 +55,16 @@ def run_layouts(
             run_folder=str(folder / "run"),
         )
         with launch(config) as run:
-            # A layout is asked for while the one before still runs: it takes effect a step or two later.
-            for i, layout in enumerate(layouts[1:], 1):
-                wait_for_step(run, i * steps - 2)
-                run.set_layout(layout)
-            run.wait()
-            return [summary(run, layout, begin, end) for layout, begin, end in spans(run, layouts)]
+            begin = 0
+            for i, layout in enumerate(layouts):
+                wait_for_step(run, begin + steps)
+                end = begin + steps
+                if i + 1 < len(layouts):
+                    run.set_layout(layouts[i + 1])
+                    begin = next_switch(run, begin)
+                else:
+                    run.stop()
+                yield summary(run, layout, batch, end - max(1, steps - WARM_UP), end)
 
 
 def wait_for_step(run: Run, step: int) -> None:
@@ -68,15 +73,13 @@ def wait_for_step(run: Run, step: int) -> None:
         run.wait(0.05)
 
 
-def spans(run: Run, layouts: list[Layout]) -> list[tuple[Layout, int, int]]:
-    """(layout, first step, end) of each layout of a run, warm-up steps left out."""
-    switched = sorted({event["step"] for event in run.log.events("layout")})
-    starts = [0, *switched]
-    ends = [*switched, run.config.steps]
-    return [
-        (layout, start + min(WARM_UP, end - start - 1), end)
-        for layout, start, end in zip(layouts, starts, ends, strict=True)
-    ]
+def next_switch(run: Run, after: int) -> int:
+    """The first step under the next layout."""
+    while True:
+        steps = [event["step"] for event in run.log.events("layout") if event["step"] > after]
+        if steps:
+            return steps[0]
+        run.wait(0.05)
 
 
 def host_bytes(run: Run, layout: Layout) -> int:
@@ -88,20 +91,22 @@ def host_bytes(run: Run, layout: Layout) -> int:
     return with_layout(run.plan, layout).host_bytes + sum(own.values())
 
 
-def summary(run: Run, layout: Layout, first: int, end: int) -> dict[str, Any]:
+def summary(run: Run, layout: Layout, batch: int, first: int, end: int) -> dict[str, Any]:
     """Medians over steps [first, end)."""
     table = run.metrics().loc[first : end - 1]
     ranks = run.log.ranks()
     ranks = ranks[(ranks["step"] >= first) & (ranks["step"] < end)]
-    seconds = median(table["step_seconds"])
-    tokens = int(table["targets"].iloc[0])
-    flops = float(run.log.description["flops_per_token"])
     return {
+        "system": "SlideDP",
+        "batch": batch,
         "layout": asdict(layout),
         "steps": end - first,
-        "step_seconds": seconds,
-        "tokens_per_second": tokens / seconds,
-        "tflops_per_gpu": tokens / seconds * flops / int(run.config.ranks or 1) / 1e12,
+        **speed(
+            median(table["step_seconds"]),
+            int(table["targets"].iloc[0]),
+            float(run.log.description["flops_per_token"]),
+            int(run.config.ranks or 1),
+        ),
         "wait_seconds": {c: float(ranks[c].fillna(0).mean()) for c in ranks if c.startswith("wait_")},
         "update_seconds": float(table["update_seconds"].median()),
         "gpu_peak_gib": float(ranks["gpu_peak_gib"].max()),

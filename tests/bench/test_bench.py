@@ -1,0 +1,80 @@
+"""The bench measures what it says, and FSDP2, the peer, trains as the plain loop and SlideDP do."""
+
+import json
+
+import numpy as np
+import pytest
+from transformers import AutoConfig
+
+from slidedp.bench.fsdp2 import Case, run_fsdp2
+from slidedp.bench.slide import random_samples, run_layouts
+from slidedp.bench.table import row
+from slidedp.config import Config, Data, Layout, Optimizer
+from slidedp.errors import ConfigError
+from tests import reference
+from tests.pool import small_model
+
+STEPS, LENGTH, BATCH = 4, 16, 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return small_model(tmp_path_factory.mktemp("bench"), tied=False)
+
+
+def test_fsdp2_trains_as_the_plain_loop(model, tmp_path):
+    optimizer = Optimizer(lr=1e-3, eps=1e-6, clip_norm=None)
+    random_samples(tmp_path, 4 * BATCH, LENGTH, 97)
+    found = list(
+        run_fsdp2(
+            AutoConfig.from_pretrained(model),
+            str(tmp_path),
+            [Case(BATCH, "none"), Case(BATCH, "full")],
+            steps=STEPS,
+            ranks=2,
+            weights=model,
+            device="cpu",
+            dtype="float32",
+            compiled=False,
+            optimizer=optimizer,
+        )
+    )
+    expected = reference.train(
+        Config(
+            model=model,
+            data=Data(path=str(tmp_path)),
+            sequence_length=LENGTH,
+            batch_size=2 * BATCH,
+            steps=STEPS,
+            optimizer=optimizer,
+        )
+    )
+    assert [measured["activations"] for measured in found] == ["none", "full"]
+    for measured in found:
+        np.testing.assert_allclose(measured["losses"], expected.losses, atol=1e-5)
+        assert measured["tokens_per_second"] == pytest.approx(2 * BATCH * LENGTH / measured["step_seconds"])
+
+
+def test_every_layout_is_measured_over_its_own_steps(model):
+    layouts = [Layout(activations=mode, gpu_updates=n) for mode, n in (("keep", 0), ("recompute", 3))]
+    found = list(
+        run_layouts(AutoConfig.from_pretrained(model), BATCH, layouts, length=LENGTH, steps=8, ranks=2)
+    )
+    assert [measured["layout"]["activations"] for measured in found] == ["keep", "recompute"]
+    for measured in found:
+        assert measured["steps"] == 4 and measured["host_gib"] > 0
+        assert "2 x batch 2" in row("tiny", 2, measured)
+        json.dumps(measured)
+    # One run: the second layout goes on where the first has stopped.
+    assert found[1]["losses"][-1] < found[0]["losses"][0]
+
+
+def test_deepspeed_is_asked_for_by_name(model, tmp_path):
+    from importlib.util import find_spec
+
+    from slidedp.bench.zero import run_zero2
+
+    if find_spec("deepspeed") is not None:
+        pytest.skip("DeepSpeed is installed")
+    with pytest.raises(ConfigError, match="DeepSpeed is not installed"):
+        list(run_zero2(AutoConfig.from_pretrained(model), str(tmp_path), [1], steps=1, ranks=1))
