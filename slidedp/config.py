@@ -226,6 +226,8 @@ class Data:
 
     def __post_init__(self) -> None:
         _check_types(self, "data.")
+        if not self.path:
+            raise ConfigError("data.path='': empty: give a text file, or a folder")
         if not self.suffixes or not all(isinstance(s, str) and s.startswith(".") for s in self.suffixes):
             raise ConfigError(f"data.suffixes={self.suffixes!r}: expected file endings such as ('.txt',)")
         if self.packing is not None:

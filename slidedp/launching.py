@@ -20,7 +20,7 @@ from slidedp.telemetry import RUN
 
 
 def new_run_folder(config: Config) -> Path:
-    """Where the run will write; it holds no run yet."""
+    """Where the run will write; it holds no run yet, and may not exist."""
     folder = Path(config.run_folder or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S-%f")).absolute()
     if (folder / RUN).exists():
         raise ConfigError(f"run_folder={config.run_folder!r}: holds a run already: give another folder")
@@ -63,13 +63,19 @@ def no_file_for_the_world() -> Iterator[None]:
 
 @contextlib.contextmanager
 def nothing_left_on_failure(folder: Path) -> Iterator[None]:
-    """Removes what a launch that fails has written to its run folder, and the folder if it is new."""
+    """Makes the run folder. Removes what a launch that fails has written there, and the folder if new."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
-    before = set() if new else set(folder.iterdir())
+    before = set(folder.iterdir()) if folder.is_dir() else set()
     try:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run_folder={str(folder)!r}: {error.strerror}: give another folder that can be written"
+            ) from error
         yield
     except BaseException:
-        for path in set(folder.iterdir()) - before if folder.exists() else ():
+        for path in set(folder.iterdir()) - before if folder.is_dir() else ():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         with contextlib.suppress(OSError):  # a parent that another run uses by now
             for path in new:

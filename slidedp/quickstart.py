@@ -62,7 +62,7 @@ def sample(
             network = AutoModelForCausalLM.from_config(source)  # random, as the run's own start is
         else:
             network = AutoModelForCausalLM.from_pretrained(source)
-        reader = AutoTokenizer.from_pretrained(tokenizer)
+        reader = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
         ids = reader(prompt, return_tensors="pt", add_special_tokens=False)
         written = network.eval().generate(
             **ids,

@@ -1,11 +1,14 @@
 """Settings: what is refused, in which words, and what a TOML file becomes."""
 
 import dataclasses
+import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import Qwen3Config
 
 from slidedp.config import ACTIVATIONS, LANDINGS, Config, Data, Layout, Optimizer
@@ -118,6 +121,38 @@ def test_bad_settings_are_refused_in_one_line(settings, field, accepted):
 def test_python_is_checked_like_toml(cls, settings, field):
     with pytest.raises(ConfigError, match=f"^{field}=[^\\n]*$"):
         cls(**settings)
+
+
+TEXT = st.text("abx.-/1\né", max_size=4)
+VALUES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), TEXT, st.binary(max_size=4),
+    st.sampled_from([*ACTIVATIONS, *LANDINGS, "cpu", "cuda", "gpu", "linear", "in_backward", "float32"]),
+    st.lists(st.one_of(st.sampled_from(ACTIVATIONS), st.floats(0, 1), TEXT), max_size=3),
+    st.dictionaries(TEXT, st.integers(), max_size=2),
+)  # fmt: skip
+
+
+@st.composite
+def tables(draw):
+    """A good table in which some fields, of any of the four classes, hold anything at all."""
+    table = {"model": "folder", "data": {"path": "texts"}, "layout": {}, "optimizer": {}}
+    for cls, where in ((Layout, "layout"), (Optimizer, "optimizer"), (Data, "data"), (Config, None)):
+        names = [f.name for f in dataclasses.fields(cls) if where or f.name not in ("layout", "optimizer")]
+        chosen = draw(st.dictionaries(st.sampled_from(names), VALUES, max_size=2))
+        (table[where] if where and isinstance(table[where], dict) else table).update(chosen)
+    return table
+
+
+@given(tables())
+def test_any_table_is_a_config_or_is_refused_in_one_line(table):
+    try:
+        config = Config.from_dict(table)
+    except ConfigError as refusal:
+        assert "\n" not in str(refusal)
+        return
+    again = Config.from_dict(dataclasses.asdict(config))
+    assert again == config
+    json.dumps(dataclasses.asdict(config), allow_nan=False)  # a run folder can hold it
 
 
 @pytest.mark.parametrize("missing", ["model", "data"])
