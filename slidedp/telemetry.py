@@ -196,7 +196,7 @@ class Step:
     @property
     def loss(self) -> float:
         """Mean over all targets."""
-        return sum(e["loss_sum"] for e in self.events) / max(1, sum(e["targets"] for e in self.events))
+        return mean_loss(self.events)
 
     @property
     def seconds(self) -> float:
@@ -209,12 +209,20 @@ class Step:
         return sum(e["targets"] for e in self.events) / self.seconds
 
 
+def mean_loss(ranks: list[dict[str, Any]]) -> float:
+    """Mean over all targets of what every rank has reported."""
+    return float(sum(e["loss_sum"] for e in ranks) / max(1, sum(e["targets"] for e in ranks)))
+
+
 class StepReader:
     """Follows a log step by step, at a cost that does not grow with the length of the run."""
 
     def __init__(self, log: RunLog) -> None:
         self._log, self._index = log, 0
         self._partial: dict[int, list[dict[str, Any]]] = {}
+        self._evaluated: dict[int, list[dict[str, Any]]] = {}
+        self.evaluations: list[tuple[int, float]] = []
+        """(step, mean loss) of every evaluation that all ranks have reported."""
         self.layouts: list[tuple[int, dict[str, Any]]] = []
         """(step, fields) of every layout that the run has switched to."""
         self.memory: dict[str, Any] = log.description["memory"]
@@ -234,6 +242,11 @@ class StepReader:
                 self.memory = event["memory"]
             elif event["kind"] == "update":
                 self.worker_bytes = event.get("anonymous_bytes", 0)
+            elif event["kind"] == "eval":
+                ranks = self._evaluated.setdefault(event["step"], [])
+                ranks.append(event)
+                if len(ranks) == int(self._log.description["ranks"]):
+                    self.evaluations.append((event["step"], mean_loss(ranks)))
             if event["kind"] != "step":
                 continue
             ranks = self._partial.setdefault(event["step"], [])
@@ -276,7 +289,7 @@ class RowReader:
 
     @staticmethod
     def _evaluation(step: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
-        loss = sum(e["loss_sum"] for e in ranks) / max(1, sum(e["targets"] for e in ranks))
+        loss = mean_loss(ranks)
         return {"step": step, "eval_loss": loss, "perplexity": float(np.exp(loss))}
 
     def _step(self, step: Step, update: dict[str, Any]) -> dict[str, Any]:

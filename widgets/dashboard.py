@@ -127,6 +127,7 @@ class Dashboard(ipywidgets.VBox):
         self._last: Step | None = None
         self._recent: deque[Step] = deque(maxlen=RECENT)
         self._switches: list[str] = []
+        self._evaluations = 0  # those that are drawn
         self.figure = full_width(_figure(self._ranks, description["config"]["device"] == "cuda"))
         self._bar = ipywidgets.IntProgress(max=self._steps, layout={"width": "240px"})
         self._text = ipywidgets.HTML()
@@ -167,6 +168,7 @@ class Dashboard(ipywidgets.VBox):
             self._recent.extend(new)
             self._last = new[-1]
             self.step += len(new)
+        if new or len(self._reader.evaluations) > self._evaluations:
             self._draw()
         self._show_switches()
         ends = self._log.events("end") if over else []
@@ -187,6 +189,8 @@ class Dashboard(ipywidgets.VBox):
         seconds = [step.seconds for step in self._recent if math.isfinite(step.seconds)]
         if self._last is not None:
             parts.append(f"loss {self._last.loss:.3f}")
+        if self._reader.evaluations:
+            parts.append(f"held-out perplexity {math.exp(min(700.0, self._reader.evaluations[-1][1])):,.2f}")
         if self._last is not None and seconds:
             parts.append(f"{self._last.tokens_per_second:,.0f} tokens/s")
             parts.append(self._utilization(statistics.median(seconds)))
@@ -241,6 +245,9 @@ class Dashboard(ipywidgets.VBox):
             figure.add_trace(_wait_trace(cause, index), *WAITS)
             figure.add_trace(_rank_waits(cause, index), *BY_RANK)
             known.add(f"wait {cause}")
+        self._evaluations = len(self._reader.evaluations)
+        if self._evaluations and "held-out" not in known:
+            figure.add_trace(_held_out(), *LOSS)
         who = "all" if self.rank < 0 else str(self.rank)
         with figure.batch_update():
             for trace in figure.data:
@@ -248,6 +255,10 @@ class Dashboard(ipywidgets.VBox):
                 if kind == "recent":
                     percentages, names = self._recent_waits(rest)
                     trace.update(x=percentages, y=names)
+                    continue
+                if kind == "held-out":
+                    x, y = np.array(self._reader.evaluations).T
+                    trace.update(x=x, y=y)
                     continue
                 if trace.meta == "predicted":
                     ends = np.array(curves.steps)[[0, -1]] if curves.steps else np.array([])
@@ -340,6 +351,11 @@ def _figure(ranks: int, cuda: bool) -> go.Figure:
         legend2={**beside, "y": 0.4, "title_text": "waits for", "traceorder": "reversed"},
     )
     return figure
+
+
+def _held_out() -> go.Scatter:
+    look = {"color": COLORS[5], "width": 2}
+    return go.Scatter(meta="held-out", name="held out", mode="lines+markers", line=look)
 
 
 def _wait_trace(cause: str, index: int) -> go.Scatter:

@@ -139,17 +139,23 @@ def rotary_tables(
     return rotary(torch.empty(0, dtype=dtype, device=device), positions)
 
 
+def active_parameters(config: Any, sizes: dict[str, int]) -> int:
+    """Elements that a token meets of parameters with these names and sizes: of a mixture, the experts
+    that it goes to."""
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    if experts:
+        experts -= experts * config.num_experts_per_tok // config.num_experts
+    return sum(sizes.values()) - experts
+
+
 def flops_per_token(model: Any, attended_length: float) -> float:
     """Floating-point operations of one trained token: 6 per parameter outside the input embedding (of
     experts, those that a token goes to), plus causal attention (6 · layers · heads · head_dim · length,
     the length of a token's document in the mean); no recompute counted."""
     config = model.config
-    parameters = sum(p.numel() for p in model.parameters())
+    parameters = active_parameters(config, {n: p.numel() for n, p in model.named_parameters()})
     if model.lm_head.weight is not model.model.embed_tokens.weight:
         parameters -= model.model.embed_tokens.weight.numel()
-    if hasattr(config, "num_experts"):
-        experts = sum(p.numel() for n, p in model.named_parameters() if ".mlp.experts." in n)
-        parameters -= experts * (config.num_experts - config.num_experts_per_tok) // config.num_experts
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     layers = config.num_hidden_layers

@@ -379,7 +379,7 @@ def _compute(planned: Plan, device: Device) -> dict[str, float]:
 
     def parameters(unit: Unit) -> Parameters:
         flat = device.empty(unit.numel, dtype).normal_(std=0.02)
-        return {p.local: p.view(flat).detach().requires_grad_() for p in unit.parameters}
+        return {p.local: p.view(flat).detach().requires_grad_() for p in unit.views}
 
     layer, embed, head = parameters(units[1]), parameters(units[0]), parameters(units[-1])
     hidden = torch.randn(batch, length, width, device=device.torch, dtype=dtype)

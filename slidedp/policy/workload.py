@@ -1,6 +1,7 @@
 """The workload of a planned run, as the step-time model wants it."""
 
 from slidedp.config import DTYPES
+from slidedp.model.families import active_parameters
 from slidedp.policy.rates import Workload
 from slidedp.preflight import Plan, intermediates_per_token
 from slidedp.stream.buffers import is_tied
@@ -15,6 +16,7 @@ def workload_of(plan: Plan) -> Workload:
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     # 2 FLOPs per parameter and token, and half of the attention matrix, as it is causal.
     attention = 2.0 * model.num_attention_heads * head_dim * config.sequence_length
+    active = active_parameters(model, {p.name: p.numel for p in units[1].parameters})
     return Workload(
         layers=len(units) - 2,
         layer_params=max(unit.numel for unit in units[1:-1]),
@@ -26,6 +28,6 @@ def workload_of(plan: Plan) -> Workload:
         itemsize=size,
         input_bytes=tokens * model.hidden_size * size,
         kept_bytes=tokens * intermediates_per_token(model) * size,
-        layer_flops=tokens * (2.0 * units[1].parameter_count + attention),
+        layer_flops=tokens * (2.0 * active + attention),
         head_flops=6.0 * tokens * model.vocab_size * model.hidden_size,
     )

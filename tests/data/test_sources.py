@@ -167,28 +167,33 @@ def test_a_process_that_ends_is_said(tmp_path, monkeypatch):
         prepare(Data(path=path), tokenizer, 16, tmp_path / "out")
 
 
+PREPARE_WITHIN = """
+import resource, sys
+from transformers import AutoTokenizer
+from slidedp import Data
+from slidedp.data import encode, packing
+from slidedp.data.prepare import prepare
+encode.BATCH, encode.ALONE, packing.BLOCK = 2**18, 2**60, 2**20
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+Encoded = encode.Encoder(tokenizer)([encode.Text("", "warm up " * 50_000, True, True)])
+(used,) = (int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData"))
+limit = used * 1024 + int(sys.argv[4])
+resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+prepare(Data(path=sys.argv[2], packing=sys.argv[5]), tokenizer, 1024, sys.argv[3])
+"""
+
+
 @pytest.mark.slow
-def test_a_file_larger_than_the_memory_it_may_take(tmp_path, tokenizer):
-    """Preparing 400 MB of rows takes less than 150 MB more than preparing a few."""
+@pytest.mark.parametrize("packing", ["wrapped", "bounded"])
+def test_a_file_larger_than_the_memory_that_there_is(tmp_path, tokenizer, packing):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    few, many = tmp_path / "few.jsonl", tmp_path / "many.jsonl"
     line = json.dumps({"text": "abcdefghij klmnop\n" * 60}) + "\n"
-    few.write_text(line * 200)
-    many.write_text(line * 340_000)
-    script = (
-        "import resource, sys; from transformers import AutoTokenizer; from slidedp import Data\n"
-        "from slidedp.data.prepare import prepare; from slidedp.data import encode; encode.ALONE = 2**60\n"
-        "tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])\n"
-        "prepare(Data(path=sys.argv[2]), tokenizer, 1024, sys.argv[3])\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)\n"
-    )
-    peaks = []
-    for path in (few, many):
-        arguments = [str(tmp_path / "tokenizer"), str(path), str(tmp_path / path.stem)]
-        command = [sys.executable, "-c", script, *arguments]
-        peaks.append(int(subprocess.run(command, check=True, capture_output=True).stdout.split()[-1]))
-    assert (tmp_path / "many" / "input_ids.npy").stat().st_size > 500e6
-    assert peaks[1] - peaks[0] < 150_000
+    (tmp_path / "large.jsonl").write_text(line * 60_000)
+    limit = 100 * 2**20
+    paths = [str(tmp_path / name) for name in ("tokenizer", "large.jsonl", "out")]
+    command = [sys.executable, "-c", PREPARE_WITHIN, *paths, str(limit), packing]
+    subprocess.run(command, check=True)
+    assert (tmp_path / "out" / "input_ids.npy").stat().st_size > 1.5 * limit
 
 
 def chats(*messages):

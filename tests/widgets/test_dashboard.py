@@ -101,6 +101,23 @@ def test_a_run_folder_shows_what_its_metrics_say(log, ranks):
         assert list(curve(dashboard, f"memory {rank}").x) == list(table.step.unique())
 
 
+def test_held_out_losses_are_drawn_when_there_are_some(log):
+    live = log(2)
+    dashboard = Dashboard(live)
+    add_step(live, 0)
+    dashboard.update()
+    assert "held-out" not in {trace.meta for trace in dashboard.figure.data}
+    live.add({"kind": "eval", "rank": 0, "step": 1, "loss_sum": 6.0, "targets": 2, "seconds": 1.0})
+    dashboard.update()  # the other rank is still at it
+    assert "held-out" not in {trace.meta for trace in dashboard.figure.data}
+    live.add({"kind": "eval", "rank": 1, "step": 1, "loss_sum": 2.0, "targets": 2, "seconds": 1.0})
+    dashboard.update()
+    held_out = curve(dashboard, "held-out")
+    assert (list(held_out.x), list(held_out.y)) == ([1], [2.0])
+    assert "held-out perplexity 7.39" in dashboard.summary()
+    assert live.evaluations()["eval_loss"].to_dict() == {1: 2.0}
+
+
 def test_it_follows_a_run_to_its_end(log):
     run = FakeRun(log(device="cuda"))
 
