@@ -351,13 +351,9 @@ def _collectives(device: Device, ranks: int, nbytes: int) -> dict[str, float]:
     whole = device.zeros(count * ranks, torch.bfloat16 if device.is_cuda else torch.float32)
     part = whole[:count].clone()
 
-    def scatter() -> None:
-        dist.reduce_scatter_tensor(part, whole)
-        torch.linalg.vector_norm(part, dtype=torch.float64)
-
     works: dict[str, Callable[[], Any]] = {
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
-        "reduce_scatter": scatter,
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
         "broadcast": lambda: dist.broadcast(whole, 0),
         "reduce": lambda: dist.reduce(whole, 0),
     }
