@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from transformers import PretrainedConfig
 
 from slidedp.bench.shapes import QWEN3, qwen3
@@ -22,7 +23,7 @@ from slidedp.policy.auto import GPU_SHARE, AutoPolicy, describe
 from slidedp.policy.calibrate import calibrated
 from slidedp.policy.probe import probe
 from slidedp.policy.step_time import predict
-from slidedp.policy.tune import FIRST_TIMELINE
+from slidedp.policy.tune import CALIBRATION
 from slidedp.policy.workload import workload_of
 from slidedp.preflight import plan, under
 from slidedp.session import launch
@@ -91,7 +92,8 @@ def compare(
         random_samples(Path(name), config.batch_size, length, model.vocab_size)
         rows = []
         with launch(dataclasses.replace(config, layout=layouts[0])) as run:
-            started = 0
+            wait_for_step(run, CALIBRATION + 1)
+            started = CALIBRATION - WARM_UP
             for layout in layouts:
                 if layout != run.layout:
                     switches = len(run.log.events("layout")) + int(run.config.ranks or 1)
@@ -103,7 +105,7 @@ def compare(
                 wait_for_step(run, begin + MEASURED)
                 steps = run.metrics()["step_seconds"].loc[begin : begin + MEASURED - 1]
                 rows.append((layout, float(statistics.median(steps))))
-            corrected = calibrated(rates, workload, layouts[0], run.log, FIRST_TIMELINE)
+            corrected = calibrated(rates, workload, layouts[0], run.log, CALIBRATION)
             run.stop()
             run.wait()
     table = []
@@ -135,6 +137,7 @@ def _fits(planned: Any, layout: Layout) -> bool:
 def accuracy(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Errors of the predictions as fractions, the rank correlation, and how much slower the policy's choice
     was than the fastest row."""
+    table = pd.DataFrame(rows)
     errors = [abs(row["predicted_seconds"] / row["measured_seconds"] - 1) for row in rows]
     fastest = min(row["measured_seconds"] for row in rows)
     choice = [row["measured_seconds"] for row in rows if row["note"] == "the policy's choice"]
@@ -142,11 +145,7 @@ def accuracy(rows: list[dict[str, Any]]) -> dict[str, float]:
         "layouts": len(rows),
         "median_error": statistics.median(errors),
         "worst_error": max(errors),
-        "rank_correlation": statistics.correlation(
-            [row["measured_seconds"] for row in rows],
-            [row["predicted_seconds"] for row in rows],
-            method="ranked",
-        ),
+        "rank_correlation": float(table["measured_seconds"].rank().corr(table["predicted_seconds"].rank())),
         "choice_behind_best": min(choice) / fastest - 1 if choice else float("nan"),
     }
 
