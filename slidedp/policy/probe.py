@@ -329,9 +329,9 @@ def _gpu_update(device: Device, source: torch.Tensor, target: torch.Tensor) -> f
                 state.view(torch.uint8).copy_(up, non_blocking=True)
                 arrived[k].record()
             device.compute.wait_event(arrived[k])
-            parts = state.split(count)
+            master, exp_avg, exp_avg_sq = state.split(count)
             adamw_update(
-                *parts, copy, gradient,
+                master, exp_avg, exp_avg_sq, copy, gradient,
                 grad_scale=1.0, lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1,
             )  # fmt: skip
             updated[k].record()
