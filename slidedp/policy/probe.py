@@ -38,6 +38,7 @@ from slidedp.policy.workload import workload_of
 from slidedp.preflight import Plan, plan
 from slidedp.rank import ModelFunctions, model_functions
 from slidedp.stream.activations import Activations, Keep, LayerCall, Parameters, Recompute
+from slidedp.stream.adamw import adamw_update
 from slidedp.stream.buffers import is_tied
 from slidedp.stream.device import Device, on
 
@@ -315,8 +316,7 @@ def _gpu_update(device: Device, source: torch.Tensor, target: torch.Tensor) -> f
     """Parameters per second, where FP32 state streams up in pieces, is updated and goes back."""
     count = min(len(source) // 12, 8 * 2**20) // 64 * 64
     states = [device.zeros(3 * count, torch.float32) for _ in range(2)]
-    gradient, copy = device.zeros(count, torch.float32), device.zeros(count, torch.bfloat16)
-    step = torch.ones((), device=device.torch)
+    gradient, copy = device.zeros(count, torch.bfloat16), device.zeros(count, torch.bfloat16)
     up, down = source[: 12 * count], target[: 14 * count]
     arrived, updated, left = ([torch.cuda.Event() for _ in range(2)] for _ in range(3))
 
@@ -329,12 +329,11 @@ def _gpu_update(device: Device, source: torch.Tensor, target: torch.Tensor) -> f
                 state.view(torch.uint8).copy_(up, non_blocking=True)
                 arrived[k].record()
             device.compute.wait_event(arrived[k])
-            parts = state.split(count)
-            torch._fused_adamw_(
-                [parts[0]], [gradient], [parts[1]], [parts[2]], [], [step],
-                lr=1e-5, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+            master, exp_avg, exp_avg_sq = state.split(count)
+            adamw_update(
+                master, exp_avg, exp_avg_sq, copy, gradient,
+                grad_scale=1.0, lr=1e-5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, step=1,
             )  # fmt: skip
-            copy.copy_(parts[0])
             updated[k].record()
             with on(device.to_host):
                 device.to_host.wait_event(updated[k])
@@ -351,13 +350,9 @@ def _collectives(device: Device, ranks: int, nbytes: int) -> dict[str, float]:
     whole = device.zeros(count * ranks, torch.bfloat16 if device.is_cuda else torch.float32)
     part = whole[:count].clone()
 
-    def scatter() -> None:
-        dist.reduce_scatter_tensor(part, whole)
-        torch.linalg.vector_norm(part, dtype=torch.float64)
-
     works: dict[str, Callable[[], Any]] = {
         "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
-        "reduce_scatter": scatter,
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
         "broadcast": lambda: dist.broadcast(whole, 0),
         "reduce": lambda: dist.reduce(whole, 0),
     }

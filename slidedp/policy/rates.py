@@ -110,7 +110,7 @@ class Rates:
     all_gather: float = float("inf")
     """Bytes of the whole gathered buffer per second."""
     reduce_scatter: float = float("inf")
-    """Bytes of the whole scattered buffer per second, the norm of the shard included."""
+    """Bytes of the whole scattered buffer per second."""
     broadcast: float = float("inf")
     reduce: float = float("inf")
     peers: str = "fabric"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING
 
-from slidedp.config import Layout
+from slidedp.config import TIMELINE_EVERY, Layout
 from slidedp.policy.auto import AutoPolicy, Trial
 from slidedp.policy.calibrate import calibrated
 from slidedp.policy.rates import Rates
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 POLICY = "policy.json"
 """The decisions, in the run folder."""
-FIRST_TIMELINE = 1
-"""The first step that has a timeline."""
+CALIBRATION = TIMELINE_EVERY + 1
+"""The step whose timeline corrects the rates: the second one, as the first steps still warm up."""
 SETTLE = 2
 """Steps after a switch that do not count: buffers are new, and a layer may be compiled again."""
 STEPS = 4
@@ -47,8 +47,8 @@ class Tuner:
         dozens of steps; the records so far are in the run folder at any time."""
         run = self._run
         try:
-            self._until(lambda: run.log.steps_done > FIRST_TIMELINE)
-            rates = calibrated(self._rates, self.policy.workload, run.layout, run.log, FIRST_TIMELINE)
+            self._until(lambda: run.log.steps_done > CALIBRATION)
+            rates = calibrated(self._rates, self.policy.workload, run.layout, run.log, CALIBRATION)
             self.policy = AutoPolicy(self._planned, rates, self.trial, self._spent)
             while self.policy.decide() is not None:
                 self.policy.save(run.folder / POLICY)

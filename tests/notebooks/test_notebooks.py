@@ -45,6 +45,16 @@ def test_quickstart(tmp_path, capfd):
     assert _loss(folder / "model", length) == pytest.approx(metrics.loss.iloc[-10:].mean(), abs=0.5)
 
 
+@pytest.mark.timeout(600)
+def test_step_time_model(capfd):
+    (path,) = (p for p in NOTEBOOKS if p.name == "step_time_model.ipynb")
+    run_notebook(path)
+    out = capfd.readouterr().out
+    assert "the optimizer worker decides it" in out
+    assert re.search(r"final: .*\n.*\n→  chosen", out)
+    assert re.search(r"median_error\s+worst_error", out)
+
+
 def _loss(folder: Path, length: int) -> float:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -185,6 +185,15 @@ def test_equal_predictions_go_to_the_layout_with_less_memory():
     assert not as_fast
 
 
+def test_auto_is_a_layout_in_every_kind_of_config():
+    values = {"model": "m", "data": {"path": "d"}, "layout": "auto"}
+    for config in (Config.from_dict(values), Config(model="m", data=Data(path="d"), layout="auto")):
+        assert config.tune and config.layout == Layout()
+        assert dataclasses.replace(config, layout=Layout(window=4)).tune
+    with pytest.raises(ConfigError, match="layout='fast': expected"):
+        Config.from_dict(values | {"layout": "fast"})
+
+
 # --- on real ranks --------------------------------------------------------------------------------
 
 

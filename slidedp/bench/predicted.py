@@ -1,0 +1,187 @@
+"""python -m slidedp.bench.predicted 8B --batch 16 40 --ranks 2 --json docs/step_time.json
+
+Predicted against measured step times: per batch, one run on random weights goes through a list of
+layouts and through the policy's own choice; the model predicts each of them from a probe of the machine,
+and again from the probe corrected by the run's first timeline.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from transformers import PretrainedConfig
+
+from slidedp.bench.shapes import QWEN3, qwen3
+from slidedp.bench.slide import WARM_UP, random_samples, wait_for_step
+from slidedp.config import Config, Data, Layout, Optimizer
+from slidedp.policy.auto import GPU_SHARE, AutoPolicy, describe
+from slidedp.policy.calibrate import calibrated
+from slidedp.policy.probe import probe
+from slidedp.policy.step_time import predict
+from slidedp.policy.tune import CALIBRATION
+from slidedp.policy.workload import workload_of
+from slidedp.preflight import plan, under
+from slidedp.session import launch
+
+MEASURED = 6
+"""Steps whose median counts, after WARM_UP steps under the layout."""
+
+
+def sweep(compiled: bool) -> list[Layout]:
+    """Layouts that differ in everything a layout can differ in. The first one gives the timeline."""
+    first = Layout(schedule="in_backward")
+    middle: list[dict[str, Any]] = [
+        {"schedule": "in_forward"},
+        {"landing": "ring"},
+        {"delivery": "replicated"},
+        {"reduction": "cpu"},
+        {"reduction": "gpu_root"},
+        {"delivery": "broadcast"},
+        {"delivery": "replicated", "reduction": "cpu", "schedule": "in_forward", "activations": "offload"},
+        {"chunk_bytes": 8 * 2**20},
+        {"window": 2, "gradient_slots": 1},
+        {"activations": "offload"},
+        {"activations": "keep"},
+        {"gpu_updates": 4},
+        {"gpu_updates": 12},
+        {"activations": "keep", "gpu_updates": 12},
+    ]
+    if compiled:
+        middle += [{"activations": "partial"}, {"activations": "partial", "schedule": "in_forward"}]
+    return [first, *(dataclasses.replace(first, **fields) for fields in middle)]
+
+
+def compare(
+    model: PretrainedConfig,
+    batch: int,
+    layouts: list[Layout] | None = None,
+    *,
+    length: int = 1024,
+    ranks: int | None = None,
+    **settings: Any,
+) -> list[dict[str, Any]]:
+    """One row per layout that fits: predictions in seconds, and what real steps took.
+
+    `batch` is in sequences per rank; `settings` are further fields of the config.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        config = Config(
+            model=model,
+            data=Data(path=name),
+            sequence_length=length,
+            batch_size=batch * int(ranks or 1),
+            steps=1_000_000,
+            ranks=ranks,
+            layout=Layout(schedule="in_backward"),
+            optimizer=Optimizer(lr=1e-5, clip_norm=None),
+            run_folder=str(Path(name, "run")),
+            **settings,
+        )
+        planned = plan(config)
+        workload, rates = workload_of(planned), probe(planned)
+        layouts = layouts or sweep(bool(planned.config.compile))
+        chosen = AutoPolicy(planned, rates).decide_all()
+        if chosen not in layouts:
+            layouts = [*layouts, chosen]
+        layouts = [layout for layout in layouts if _fits(planned, layout)]
+        random_samples(Path(name), config.batch_size, length, model.vocab_size)
+        rows = []
+        with launch(dataclasses.replace(config, layout=layouts[0])) as run:
+            wait_for_step(run, CALIBRATION + 1)
+            started = CALIBRATION - WARM_UP
+            for layout in layouts:
+                if layout != run.layout:
+                    switches = len(run.log.events("layout")) + int(run.config.ranks or 1)
+                    run.set_layout(layout)
+                    while len(run.log.events("layout")) < switches:
+                        run.wait(0.05)
+                    started = run.log.events("layout")[-1]["step"]
+                begin = started + WARM_UP
+                wait_for_step(run, begin + MEASURED)
+                steps = run.metrics()["step_seconds"].loc[begin : begin + MEASURED - 1]
+                rows.append((layout, float(statistics.median(steps))))
+            corrected = calibrated(rates, workload, layouts[0], run.log, CALIBRATION)
+            run.stop()
+            run.wait()
+    table = []
+    for layout, measured in rows:
+        p = predict(workload, corrected, layout)
+        table.append(
+            {
+                "ranks": workload.ranks,
+                "batch": batch,
+                "layout": dataclasses.asdict(layout),
+                "note": "the policy's choice" if layout == chosen else describe(layout, Layout()),
+                "measured_seconds": measured,
+                "probed_seconds": predict(workload, rates, layout).step_seconds,
+                "predicted_seconds": p.step_seconds,
+                "bound_seconds": p.bound_seconds,
+                "binding": p.binding,
+            }
+        )
+    return table
+
+
+def _fits(planned: Any, layout: Layout) -> bool:
+    there = under(planned, layout)
+    device = sum(there.device.values())
+    free = there.device_available
+    return there.host_bytes <= there.host_available and (free is None or device <= GPU_SHARE * free)
+
+
+def accuracy(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Errors of the predictions as fractions, the rank correlation, and how much slower the policy's choice
+    was than the fastest row."""
+    table = pd.DataFrame(rows)
+    errors = [abs(row["predicted_seconds"] / row["measured_seconds"] - 1) for row in rows]
+    fastest = min(row["measured_seconds"] for row in rows)
+    choice = [row["measured_seconds"] for row in rows if row["note"] == "the policy's choice"]
+    return {
+        "layouts": len(rows),
+        "median_error": statistics.median(errors),
+        "worst_error": max(errors),
+        "rank_correlation": float(table["measured_seconds"].rank().corr(table["predicted_seconds"].rank())),
+        "choice_behind_best": min(choice) / fastest - 1 if choice else float("nan"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m slidedp.bench.predicted", description="Hold the step-time model against real steps."
+    )
+    parser.add_argument("sizes", choices=QWEN3, nargs="+", metavar="SIZE", help=f"Qwen3: {', '.join(QWEN3)}")
+    parser.add_argument("--batch", type=int, nargs="+", default=[16], help="sequences per rank (16)")
+    parser.add_argument("--length", type=int, default=1024, help="tokens per sequence (1024)")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs (1)")
+    parser.add_argument("--host-gib", type=float, help="host memory budget in GiB (what is free)")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file, after each workload")
+    asked = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for size in asked.sizes:
+        for batch in asked.batch:
+            found = compare(
+                qwen3(size),
+                batch,
+                length=asked.length,
+                ranks=asked.ranks,
+                host_memory_budget=asked.host_gib,
+            )
+            rows += [{"model": f"Qwen3-{size}"} | row for row in found]
+            for row in found:
+                error = row["predicted_seconds"] / row["measured_seconds"] - 1
+                print(
+                    f"Qwen3-{size} {asked.ranks} x {batch:<3} measured {row['measured_seconds']:7.3f} s "
+                    f"predicted {row['predicted_seconds']:7.3f} s {error:+6.1%}  {row['note']}"
+                )
+            print({name: round(value, 4) for name, value in accuracy(found).items()}, flush=True)
+            if asked.json:
+                asked.json.write_text(json.dumps(rows, indent=1))
+
+
+if __name__ == "__main__":
+    main()
