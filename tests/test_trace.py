@@ -25,7 +25,7 @@ def recorded(tmp_path_factory):
         run.profile(2)
         with pytest.raises(ConfigError, match="under way"):
             run.profile()
-        until(lambda: trace.recordings(run.log) or not run.running, "a recording")
+        until(lambda: len(run.log.events("trace")) == RANKS or not run.running, "a recording")
         run.profile(1_000_000)  # the run is stopped within it
         done = run.log.steps_done
         until(lambda: run.log.steps_done > done + 6 or not run.running, "steps")
