@@ -215,5 +215,5 @@ def _table(record: Record, order: list[int]) -> str:
         rows.append(f"<tr{bold}>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
     head = "".join(f"<th style='text-align:left;padding-right:12px'>{h}</th>" for h in heads)
     left = len(record.candidates) - len(order)
-    more = f"<p>and {left} slower ones</p>" if left else ""
+    more = f"<p>and {left} more</p>" if left else ""
     return f"<table style='line-height:1.5'><tr>{head}</tr>{''.join(rows)}</table>{more}"
