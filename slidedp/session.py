@@ -323,9 +323,10 @@ class Run:
         self.tuner = Tuner(self, planned or self.plan, rates, spent)
         threading.Thread(target=self.tuner.tune, name="slidedp-tune", daemon=True).start()
 
-    def profile(self, steps: int = 2) -> None:
-        """Records the next `steps` steps of every rank with torch.profiler. Returns at once; each rank
-        writes `traces/<host>_<rank>.<first step>.pt.trace.json.gz` into the run folder when they are done.
+    def profile(self, steps: int = 2, start: int = 0) -> None:
+        """Records `steps` steps of every rank with torch.profiler, from step `start` on or as soon as
+        possible after it. Returns at once; each rank writes
+        `traces/<host>_<rank>.<first step>.pt.trace.json.gz` into the run folder when they are done.
 
         `slidedp.trace` and `slidedp.widgets.TraceView` show them; TensorBoard's profiler plugin and
         Perfetto open them too. Recorded steps are slower, and every rank pauses to write its trace.
@@ -334,11 +335,13 @@ class Run:
             raise ConfigError(f"profile: the run is {self.status}; record steps of a run that goes on")
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ConfigError(f"profile: steps={steps!r}: expected an integer of at least 1")
+        if isinstance(start, bool) or not isinstance(start, int) or not 0 <= start < self.config.steps:
+            raise ConfigError(f"profile: start={start!r}: expected a step from 0 to {self.config.steps - 1}")
         written = len(self.log.events("trace"))
         if written < self._recordings * int(self.config.ranks or 1):
             raise ConfigError("profile: a recording is under way; wait until its traces are written")
         self._recordings += 1
-        self._command(Profile(steps))
+        self._command(Profile(steps, start))
 
     def _command(self, command: SetLayout | Stop | Profile) -> None:
         with contextlib.suppress(OSError):  # the run has just ended by itself

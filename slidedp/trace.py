@@ -98,7 +98,10 @@ class Recording:
 
     @property
     def steps(self) -> list[int]:
-        return sorted(int(step) for step in self.ranks[0].phases["step"].unique())
+        first = self.ranks[0]
+        if first.phases.empty:
+            raise ConfigError(f"{first.path}: no phases of SlideDP: only Run.profile writes such traces")
+        return sorted(int(step) for step in first.phases["step"].unique())
 
     def began(self, step: int) -> float:
         """When the first rank began `step`, in microseconds since the epoch."""

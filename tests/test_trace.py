@@ -22,10 +22,12 @@ def recorded(tmp_path_factory):
     with nothing_left(), launch(small_config(folder, run_folder=str(folder / "run"))) as run:
         with pytest.raises(ConfigError, match="at least 1"):
             run.profile(0)
-        run.profile(2)
+        with pytest.raises(ConfigError, match="start=-1: expected a step from 0 to"):
+            run.profile(2, start=-1)
+        run.profile(2, start=5)
         with pytest.raises(ConfigError, match="under way"):
             run.profile()
-        until(lambda: trace.recordings(run.log) or not run.running, "a recording")
+        until(lambda: len(run.log.events("trace")) == RANKS or not run.running, "a recording")
         run.profile(1_000_000)  # the run is stopped within it
         done = run.log.steps_done
         until(lambda: run.log.steps_done > done + 6 or not run.running, "steps")
@@ -43,7 +45,7 @@ def recording(recorded):
 
 def test_all_ranks_record_the_same_steps(recorded, recording):
     first = recording.first
-    assert recording.steps == [first, first + 1]
+    assert recording.steps == [first, first + 1] == [5, 6]
     assert [set(t.phases["step"]) for t in recording.ranks] == [{first, first + 1}] * RANKS
     assert {first, first + 1} <= set(recorded.log.sampled_steps())
     # The second one ends with the run, on every rank.

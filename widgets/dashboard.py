@@ -18,7 +18,7 @@ from plotly.subplots import make_subplots
 
 from slidedp.session import Run
 from slidedp.telemetry import RunLog, Step, StepReader
-from slidedp.widgets.fit import FitWidth, full_width
+from slidedp.widgets.fit import FitWidth, full_width, update_traces
 from slidedp.widgets.memory import memory_bars
 
 REFRESH_SECONDS = 0.2
@@ -249,29 +249,29 @@ class Dashboard(ipywidgets.VBox):
         if self._evaluations and "held-out" not in known:
             figure.add_trace(_held_out(), *LOSS)
         who = "all" if self.rank < 0 else str(self.rank)
-        with figure.batch_update():
-            for trace in figure.data:
-                kind, _, rest = trace.meta.partition(" ")
-                if kind == "recent":
-                    percentages, names = self._recent_waits(rest)
-                    trace.update(x=percentages, y=names)
-                    continue
-                if kind == "held-out":
-                    x, y = np.array(self._reader.evaluations).T
-                    trace.update(x=x, y=y)
-                    continue
-                if trace.meta == "predicted":
-                    ends = np.array(curves.steps)[[0, -1]] if curves.steps else np.array([])
-                    trace.update(x=ends, y=np.full(len(ends), self.predicted))
-                    continue
+        values: dict[int, dict[str, Any]] = {}
+        shades: dict[int, dict[str, Any]] = {}
+        x: Any
+        y: Any
+        for index, trace in enumerate(figure.data):
+            kind, _, rest = trace.meta.partition(" ")
+            if kind == "recent":
+                x, y = self._recent_waits(rest)
+            elif kind == "held-out":
+                x, y = np.array(self._reader.evaluations).T
+            elif kind == "predicted":
+                x = np.array(curves.steps)[[0, -1]] if curves.steps else np.array([])
+                y = np.full(len(x), self.predicted)
+            else:
                 x, y = curves.curve(f"wait {who} {rest}" if kind == "wait" else trace.meta)
-                trace.update(x=x, y=y)
-                if kind == "loss" and rest:
-                    trace.update(opacity=0.8 if self.rank in (-1, int(rest)) else 0.15)
+            values[index] = {"x": x, "y": y}
+            if kind == "loss" and rest:
+                shades[index] = {"opacity": 0.8 if self.rank in (-1, int(rest)) else 0.15}
+        update_traces(figure, values)
+        update_traces(figure, shades)
 
     def _predict(self) -> None:
         self._draw()
-        # Not in a batch, which would give every other trace its default.
         (line,) = self.figure.select_traces({"meta": "predicted"})
         line.showlegend = math.isfinite(self.predicted)
 

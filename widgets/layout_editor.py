@@ -17,7 +17,7 @@ from slidedp.policy.step_time import Prediction, predict
 from slidedp.policy.workload import workload_of
 from slidedp.preflight import Plan, plan, under
 from slidedp.session import Run
-from slidedp.widgets.fit import FitWidth, full_width
+from slidedp.widgets.fit import FitWidth, full_width, update_traces
 from slidedp.widgets.layer_strip import LayerStrip
 from slidedp.widgets.memory import memory_bars
 from slidedp.widgets.timeline import timeline_bars, timeline_figure
@@ -146,16 +146,15 @@ class LayoutEditor(traitlets.HasTraits):
         if not figure.data:  # the layout once: it takes plotly longer than all the rest
             figure.update(timeline_figure(spans, title="Predicted step").to_dict())
             return
-        there = {trace.name: trace for trace in figure.data}
-        with figure.batch_update():
-            for trace in timeline_bars(spans):
-                if trace.name in there:
-                    old = there.pop(trace.name)
-                    old.update(base=trace.base, x=trace.x, y=trace.y, customdata=trace.customdata)
-                else:
-                    figure.add_trace(trace)
-            for old in there.values():
-                old.update(base=[], x=[], y=[], customdata=[])
+        drawn = {trace.name: trace for trace in timeline_bars(spans)}
+        for name in drawn.keys() - {trace.name for trace in figure.data}:
+            figure.add_trace(drawn[name])
+        nothing = go.Bar(base=[], x=[], y=[], customdata=[])
+        values = {}
+        for index, trace in enumerate(figure.data):
+            new = drawn.get(trace.name, nothing)
+            values[index] = {name: new[name] for name in ("base", "x", "y", "customdata")}
+        update_traces(figure, values)
 
 
 def _plan(source: Config | Run) -> Plan:

@@ -13,10 +13,12 @@ from slidedp.errors import ConfigError
 from slidedp.policy.auto import NAMES, AutoPolicy
 from slidedp.policy.records import Candidate, Record, load_records, save_records
 from slidedp.preflight import GIB
-from slidedp.widgets.fit import FitWidth, full_width
+from slidedp.widgets.fit import FitWidth, full_width, update_traces
 
 SHOWN = 12
 """Candidates of a record that are drawn, the fastest first."""
+PREDICTED, BOUND, MEASURED = 0, 1, 2
+"""Traces of the figure."""
 BLUE, ORANGE, GREY, BLACK = "#0072B2", "#E69F00", "#BBBBBB", "#000000"
 
 
@@ -135,13 +137,14 @@ class PolicyStepper(ipywidgets.VBox):
             BLUE if i == record.chosen else "#9ECAE9" if record.candidates[i].fits else GREY for i in order
         ][::-1]
         measured = [(row, c) for row, c in zip(rows, shown, strict=True) if c.measured_seconds is not None]
-        predicted, bound, real = self.figure.data
-        with self.figure.batch_update():
-            predicted.update(x=[c.predicted_seconds for c in shown], y=rows, marker_color=colors)
-            bound.update(x=[c.bound_seconds for c in shown], y=rows)
-            real.update(x=[c.measured_seconds for _, c in measured], y=[row for row, _ in measured])
-            self.figure.update_layout(height=130 + 26 * len(rows))
-            self.figure.update_yaxes(categoryarray=rows)
+        values = {
+            PREDICTED: {"x": [c.predicted_seconds for c in shown], "y": rows},
+            BOUND: {"x": [c.bound_seconds for c in shown], "y": rows},
+            MEASURED: {"x": [c.measured_seconds for _, c in measured], "y": [row for row, _ in measured]},
+        }
+        update_traces(self.figure, values)
+        update_traces(self.figure, {PREDICTED: {"marker.color": colors}})
+        self.figure.update_layout(height=130 + 26 * len(rows), yaxis_categoryarray=rows)
 
 
 def _button(text: str, icon: str, action: object) -> ipywidgets.Button:
@@ -212,5 +215,5 @@ def _table(record: Record, order: list[int]) -> str:
         rows.append(f"<tr{bold}>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
     head = "".join(f"<th style='text-align:left;padding-right:12px'>{h}</th>" for h in heads)
     left = len(record.candidates) - len(order)
-    more = f"<p>and {left} slower ones</p>" if left else ""
+    more = f"<p>and {left} more</p>" if left else ""
     return f"<table style='line-height:1.5'><tr>{head}</tr>{''.join(rows)}</table>{more}"

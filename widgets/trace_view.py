@@ -14,7 +14,7 @@ from slidedp import trace
 from slidedp.errors import ConfigError
 from slidedp.session import Run
 from slidedp.telemetry import RunLog, open_run
-from slidedp.widgets.fit import FitWidth, full_width
+from slidedp.widgets.fit import FitWidth, full_width, update_traces
 from slidedp.widgets.timeline import timeline_figure
 
 VIEWS = ("timeline", "operators", "kernels", "memory")
@@ -180,16 +180,17 @@ class TraceView(ipywidgets.VBox):
         table = self._events
         table = table[(table["end"] >= left) & (table["start"] <= right)]
         table = table[table["end"] - table["start"] >= (right - left) / PIXELS]
-        with figure.batch_update():
-            for bars in figure.data:
-                if bars.meta in KINDS:
-                    part = table[table["category"] == bars.meta]
-                    bars.update(
-                        base=part["start"].to_numpy(),
-                        x=(part["end"] - part["start"]).to_numpy(),
-                        y=part["row"].to_list(),
-                        customdata=part["name"].to_list(),
-                    )
+        values = {}
+        for index, bars in enumerate(figure.data):
+            if bars.meta in KINDS:
+                part = table[table["category"] == bars.meta]
+                values[index] = {
+                    "base": part["start"].to_numpy(),
+                    "x": (part["end"] - part["start"]).to_numpy(),
+                    "y": part["row"].to_list(),
+                    "customdata": part["name"].to_list(),
+                }
+        update_traces(figure, values)
 
 
 def _table(table: pd.DataFrame, what: str) -> ipywidgets.HTML:

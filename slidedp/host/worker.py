@@ -39,9 +39,11 @@ class Stop(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """Launcher to worker: let every rank record so many steps with torch.profiler."""
+    """Launcher to worker: let every rank record `steps` steps with torch.profiler, from `start` on or from
+    the next one if that is later."""
 
     steps: int
+    start: int
 
 
 MAX_SKIPPED = 10
@@ -74,7 +76,7 @@ class OptimizerWorker:
         self._skipped_in_a_row = 0
         self._answered = 0  # the last step whose Begin has been sent
         self._command: SetLayout | Stop | None = None
-        self._profile = 0  # steps that the next Begin asks the ranks to record
+        self._profile: Profile | None = None  # asked for, and not yet begun
         self._profiled = range(0)
         self._started: dict[int, list[int]] = {}
         self._early: list[Landed | Written] = []  # of the next step
@@ -108,7 +110,7 @@ class OptimizerWorker:
     def command(self, command: SetLayout | Stop | Profile) -> None:
         """A wish of the launcher, answered at the next step boundary. A stop is never overruled."""
         if isinstance(command, Profile):
-            self._profile = command.steps
+            self._profile = command
         elif not isinstance(self._command, Stop):
             self._command = command
 
@@ -288,10 +290,11 @@ class OptimizerWorker:
 
     def _send_begin(self, step: int, switch: SetLayout | None = None) -> None:
         layout, landing = switch or (None, None)
-        if self._profile:
-            self._profiled = range(step, step + self._profile)
-        self._send(Begin(step, isinstance(self._command, Stop), layout, landing, self._profile))
-        self._profile = 0
+        record = 0
+        if self._profile is not None and step >= self._profile.start:
+            record, self._profile = self._profile.steps, None
+            self._profiled = range(step, step + record)
+        self._send(Begin(step, isinstance(self._command, Stop), layout, landing, record))
 
     def _denominator_scale(self) -> float:
         """Ranks differentiate the summed loss divided by their own token count (a constant);

@@ -465,7 +465,7 @@ def test_a_recording_is_asked_for_once_and_beside_a_new_layout(bench):
     made, new = bench(layout()), layout("cpu")
     landing = made.new_landing(new)
     made.worker.command(SetLayout(new, landing.handle))
-    made.worker.command(Profile(2))
+    made.worker.command(Profile(2, 0))
     made.start(0)
     assert finish(made, 0) == [[Begin(1, False, new, landing.handle, profile=2)]] * RANKS
     made.start(1)
@@ -477,6 +477,15 @@ def test_a_recording_is_asked_for_once_and_beside_a_new_layout(bench):
     spans = {r["step"]: "spans" in r for r in made.reports if r["kind"] == "update"}
     assert spans == {0: False, 1: True, 2: True, 3: False}
     landing.close()
+
+
+def test_a_recording_waits_for_its_step(bench):
+    made = bench(layout())
+    made.worker.command(Profile(1, start=2))
+    for step in range(3):
+        made.start(step)
+        assert made.said() == [Begin(step + 1, profile=int(step + 1 == 2))]
+        finish(made, step)
 
 
 # --- the process ----------------------------------------------------------------------------------

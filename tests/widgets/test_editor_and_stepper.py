@@ -5,6 +5,7 @@ import html
 import json
 
 import pytest
+from plotly.basedatatypes import Undefined
 
 from slidedp import Config, ConfigError, Data, Layout, Optimizer, Run
 from slidedp.bench.shapes import qwen3
@@ -72,6 +73,17 @@ def test_controls_make_the_layout_and_its_prediction(editor, planned, rates):
     assert f"{editor.prediction.step_seconds * 1e3:.2f} ms a step" in editor._text.value or (
         f"{editor.prediction.step_seconds:.3f} s a step" in editor._text.value
     )
+
+
+def test_the_browser_is_told_of_every_trace_in_full(editor):
+    """What plotly leaves out of a message as unchanged, the browser's copy of the figure would lose."""
+    messages = []
+    editor.figure.observe(lambda change: messages.append(change["new"]), "_py2js_update")
+    editor.strip.paint("keep", 20, 28)  # moves spans, and changes no row
+    (message,) = [m for m in messages if m]
+    assert message["style_traces"] == list(range(len(editor.figure.data)))
+    assert not any(value is Undefined for values in message["style_data"].values() for value in values)
+    assert set(message["style_data"]) >= {"base", "x"} and "customdata" not in message["style_data"]
 
 
 def test_a_layout_sets_the_controls(editor):
