@@ -13,13 +13,16 @@ from typing import Any
 
 import torch
 
+from slidedp.host.messages import Written
 from slidedp.host.worker import OptimizerWorker
+from slidedp.model.units import shard
 from slidedp.stream import delivery, reduction, step
 from slidedp.stream.device import Abort, Signal
 from slidedp.stream.gates import Gates
 from slidedp.stream.signals import Step
 from slidedp.stream.stash import ActivationStash
 from slidedp.stream.step import Engine
+from slidedp.stream.update import ShardUpdate
 from tests.pool import replaced
 
 PAUSE = 0.03
@@ -88,6 +91,33 @@ def _on_a_thread(to_host: Callable) -> Callable:
     return enqueued
 
 
+def _writing_on_a_thread(update: Callable) -> Callable:
+    """`ShardUpdate.update` as a GPU does it: the rank's share reaches the host some time later."""
+
+    def enqueued(updates: ShardUpdate, unit: Any, number: int) -> Signal:
+        arrays = [*updates._state.tensors(unit), updates._state.delivered(unit)]
+        cuts = [shard(*chunk, updates._rank, updates._ranks) for chunk in updates._chunks[unit.index]]
+        shares = [array[first:last] for array in arrays for first, _, last in cuts]
+        before = [share.clone() for share in shares]
+        update(updates, unit, number)
+        after = [share.clone() for share in shares]
+        for share, old in zip(shares, before, strict=True):
+            share.copy_(old)
+        written = Signal(Abort())
+        updates._written |= {(unit.index, start): written for start, _ in updates._chunks[unit.index]}
+
+        def later() -> None:
+            time.sleep(PAUSE)
+            for share, new in zip(shares, after, strict=True):
+                share.copy_(new)
+            written.fire(None)
+
+        threading.Thread(target=later, daemon=True).start()
+        return written
+
+    return enqueued
+
+
 def _at_once(function: Callable) -> Callable:
     """A gate that lets everything through."""
     return lambda *arguments: None
@@ -146,6 +176,22 @@ def _first_arrival_is_enough(landed: Callable) -> Callable:
     return eager
 
 
+def _first_write_is_enough(handle: Callable) -> Callable:
+    """`OptimizerWorker.handle`: a unit counts as updated on the GPUs when the first rank has written."""
+    seen: set[tuple[int, int]] = set()
+
+    def eager(worker: OptimizerWorker, message: Any) -> None:
+        if isinstance(message, Written) and message.step == worker.step:
+            if (message.step, message.unit) in seen:
+                return
+            seen.add((message.step, message.unit))
+            worker._to_update[message.unit] = 1
+        if not isinstance(message, Written) or message.step >= worker.step:
+            handle(worker, message)
+
+    return eager
+
+
 def _mean_of_means(scale: Callable) -> Callable:
     """`OptimizerWorker._denominator_scale` as if every rank had as many targets as the first."""
 
@@ -178,6 +224,8 @@ PATCHES: dict[str, tuple[Any, Any, str, Wrap]] = {
     "slow reductions": ("all", Engine, "_reduce", _pausing()),
     "slow reductions of rank 1": (1, Engine, "_reduce", _pausing()),
     "slow landing of rank 1": (1, reduction, "_land", _pausing(PAUSE / 10)),
+    "writes of rank 1 on a thread": (1, ShardUpdate, "update", _writing_on_a_thread),
+    "no wait for all writes": (None, OptimizerWorker, "handle", _first_write_is_enough),
     "slow stash": ("all", ActivationStash, "to_host", _pausing()),
     "stash on a thread": ("all", ActivationStash, "to_host", _on_a_thread),
     "no wait for published": ("all", Gates, "wait_published", _at_once),

@@ -55,6 +55,7 @@ GATES = {
     "stashed": (layout(activations=OFFLOADED, window=5), "stash on a thread"),
 }
 MORE = [
+    ("all writes", layout(gpu_updates=LAYERS + 2), "writes of rank 1 on a thread"),
     ("consumed", layout(reduction="cpu", gradient_slots=3, window=5), "slow worker"),
     ("all ranks", layout("sharded", "gpu"), "slow landing of rank 1"),
     ("all ranks", layout("sharded", "gpu", schedule="in_backward"), "slow landing of rank 1"),
