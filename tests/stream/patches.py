@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from slidedp import checkpoint
 from slidedp.host.worker import OptimizerWorker
 from slidedp.stream import delivery, reduction, step
 from slidedp.stream.device import Abort, Signal
@@ -190,6 +191,8 @@ PATCHES: dict[str, tuple[Any, Any, str, Wrap]] = {
     "no wait for gradient": ("all", Step, "signal", _never_waiting("gradient", "slidedp-transfer")),
     "no wait for outgoing ring": ("all", ActivationStash, "hold", _without_free_ring),
     "no wait for stashed": ("all", Step, "signal", _never_waiting("stashed", "slidedp-transfer")),
+    "slow checkpoint": (None, checkpoint, "_write_shard", _pausing()),
+    "no wait for checkpoint": (None, checkpoint.Snapshot, "wait", _at_once),
     "nan in rank 1": (1, Engine, "_submit", _spoiled),
     "mean of means": (None, OptimizerWorker, "_denominator_scale", _mean_of_means),
 }
