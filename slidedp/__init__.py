@@ -4,19 +4,22 @@ run = launch(Config(model="folder or hub id", data=Data(path="texts/")))
 run.wait().export("tuned/")
 """
 
-from slidedp.config import Config, Data, Layout, Optimizer
+from slidedp.config import Checkpoint, Config, Data, Layout, Optimizer, ParameterGroup
 from slidedp.errors import ConfigError
 from slidedp.preflight import Plan, plan
-from slidedp.session import Run, RunFailed, launch
+from slidedp.session import CheckpointFailed, Run, RunFailed, launch
 from slidedp.telemetry import open_run
 from slidedp.tensorboard import TensorBoard
 
 __all__ = [
+    "Checkpoint",
+    "CheckpointFailed",
     "Config",
     "ConfigError",
     "Data",
     "Layout",
     "Optimizer",
+    "ParameterGroup",
     "Plan",
     "Run",
     "RunFailed",

@@ -13,7 +13,8 @@ from types import FrameType
 
 from tqdm import tqdm
 
-from slidedp.config import Config, Layout
+from slidedp.checkpoint import export_checkpoint, find
+from slidedp.config import DTYPES, Config, Layout
 from slidedp.errors import ConfigError
 from slidedp.policy.explain import explain
 from slidedp.policy.probe import probe
@@ -74,8 +75,17 @@ def _parser() -> argparse.ArgumentParser:
 
     train = commands.add_parser("train", help="fine-tune; Ctrl-C or SIGTERM stops after the step")
     train.add_argument("config", metavar="CONFIG.toml")
+    train.add_argument(
+        "--resume", metavar="CHECKPOINT", help="go on from a checkpoint, a run folder's last one, or 'latest'"
+    )
     train.add_argument("--export", type=Path, metavar="FOLDER", help="write the trained Hugging Face model")
     train.set_defaults(command=_train)
+
+    export = commands.add_parser("export", help="write a checkpoint's model as a Hugging Face folder")
+    export.add_argument("checkpoint", metavar="CHECKPOINT")
+    export.add_argument("folder", metavar="FOLDER")
+    export.add_argument("--dtype", default="bfloat16", choices=tuple(DTYPES))
+    export.set_defaults(command=_export)
 
     show = commands.add_parser("plan", help="print what a run would take, and whether it fits")
     show.add_argument("config", metavar="CONFIG.toml")
@@ -148,7 +158,7 @@ def _train(options: argparse.Namespace) -> int:
     config = Config.from_toml(options.config)
     if options.export is not None and options.export.exists():  # known now, not after hours of training
         raise ConfigError(f"--export {options.export}: already there: export to another folder")
-    with _sigterm_interrupts() as terminated, launch(config) as run:
+    with _sigterm_interrupts() as terminated, launch(config, options.resume) as run:
         try:
             print(f"run folder: {run.folder}", flush=True)
             _show_progress(run)
@@ -158,6 +168,8 @@ def _train(options: argparse.Namespace) -> int:
             run.stop()  # it did not meet wait(), which handles its own in this way
             run.wait()
         print(run)
+        for event in run.log.events("checkpoint")[-1:]:
+            print(f"checkpoint of step {event['step']}: {event['path'] or 'failed: ' + event['error']}")
         if options.export is not None:  # a stopped run too: its state is that of its last step
             print(f"exported: {run.export(options.export)}")
         if run.status != "stopped":
@@ -165,6 +177,12 @@ def _train(options: argparse.Namespace) -> int:
         code = TERMINATED if terminated else INTERRUPTED
         print(f"slidedp: {_CAUSES[code]} after {run.log.steps_done} steps", file=sys.stderr)
         return code
+
+
+def _export(options: argparse.Namespace) -> int:
+    source = find(options.checkpoint, None)
+    print(f"exported: {export_checkpoint(source, options.folder, options.dtype)}")
+    return 0
 
 
 def _show_progress(run: Run) -> None:
@@ -182,7 +200,7 @@ def _show_progress(run: Run) -> None:
             last = steps[-1]
             numbers = {"loss": f"{last.loss:.3f}", "tokens/s": f"{last.tokens_per_second:,.0f}"}
             bar.set_postfix(numbers, refresh=False)
-            bar.update(len(steps))
+            bar.update(last.step + 1 - bar.n)
             if bar.disable and time.monotonic() - reported > REPORT_EVERY:
                 reported = time.monotonic()
                 text = ", ".join(f"{name} {value}" for name, value in numbers.items())

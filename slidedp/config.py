@@ -27,7 +27,7 @@ REDUCTIONS = ("cpu", "gpu", "gpu_root")
 ACTIVATIONS = ("keep", "partial", "recompute", "offload")
 SCHEDULES = ("in_forward", "in_backward")
 LANDINGS = ("full", "ring")
-LR_SCHEDULES = ("constant", "linear", "cosine")
+LR_SCHEDULES = ("constant", "linear", "cosine", "wsd")
 AUTO = "auto"
 """As `Config.layout`: the policy chooses."""
 PACKINGS = ("wrapped", "bounded", "padded")
@@ -133,16 +133,34 @@ class Layout:
             )
         return self.activations
 
-    def updated_on_gpu(self, layers: int) -> frozenset[int]:
+    def updated_on_gpu(self, layers: int, frozen: frozenset[int] = frozenset()) -> frozenset[int]:
         """Indices of the units that `gpu_updates` means: `embed` (0) and the first `window` layers, whose
         slots are theirs from backward to the next forward; then other layers, evenly spread, so that the
-        GPUs and the worker both keep up with backward; the head (layers + 1) last."""
+        GPUs and the worker both keep up with backward; the head (layers + 1) last. The indices in `frozen`
+        are left out."""
         near = 1 + min(self.window, layers)
         count = min(self.gpu_updates, layers + 2)
         rest = layers + 1 - near
         spread = min(max(0, count - near), rest)
         chosen = {*range(min(count, near)), *(near + i * rest // spread for i in range(spread))}
-        return frozenset(chosen | ({layers + 1} if count == layers + 2 else set()))
+        return frozenset(chosen | ({layers + 1} if count == layers + 2 else set())) - frozen
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterGroup:
+    """Parameters with a learning rate or weight decay of their own."""
+
+    pattern: str
+    """Shell-style pattern of parameter names, such as `model.embed_tokens.*` or `*.mlp.*`."""
+    lr_factor: float = 1.0
+    """Their learning rate is `optimizer.lr` times this."""
+    weight_decay: float | None = None
+    """Their decay, norms and biases included; None decays as `optimizer.weight_decay` says."""
+
+    def __post_init__(self) -> None:
+        _at_least("optimizer.groups.lr_factor", self.lr_factor, 0, (int, float))
+        if self.weight_decay is not None:
+            _at_least("optimizer.groups.weight_decay", self.weight_decay, 0, (int, float))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,13 +171,21 @@ class Optimizer:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    """Decoupled decay of matrices and embeddings; norms and biases are never decayed."""
+    """Decoupled decay of matrices and embeddings; norms and biases are not decayed."""
+    groups: tuple[ParameterGroup, ...] = ()
+    """Parameters that differ; a name that several patterns match belongs to the first of them."""
+    freeze: tuple[str, ...] = ()
+    """Shell-style patterns of units that are not trained: `embed`, `layers.<i>`, `head`. They have no
+    gradients and no moments. Tied embeddings are frozen with `embed`; `head` is the final norm then."""
     clip_norm: float | None = 1.0
     """Limit of the global gradient norm; None turns clipping off."""
     warmup_steps: int = 0
     """Steps over which the rate rises linearly from 0."""
     lr_schedule: str = "constant"
-    """After the warm-up: `constant`, or `linear` / `cosine` decay to 0 at the last step."""
+    """After the warm-up: `constant`, `linear` / `cosine` decay to 0 at the last step, or `wsd`: stable
+    until the last `decay_steps`, then linear decay to 0."""
+    decay_steps: int | None = None
+    """Steps of the decay of `wsd`; None takes a tenth of the run's steps."""
 
     def __post_init__(self) -> None:
         _check_types(self, "optimizer.")
@@ -168,6 +194,11 @@ class Optimizer:
         _at_least("optimizer.weight_decay", self.weight_decay, 0, float)
         _at_least("optimizer.warmup_steps", self.warmup_steps, 0)
         _choice("optimizer.lr_schedule", self.lr_schedule, LR_SCHEDULES)
+        if self.decay_steps is not None:
+            _at_least("optimizer.decay_steps", self.decay_steps, 1)
+        for name in ("betas", "groups", "freeze"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
         numbers = all(isinstance(beta, int | float) for beta in self.betas)
         if len(self.betas) != 2 or not numbers or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optimizer.betas={self.betas!r}: expected two numbers in [0, 1)")
@@ -185,6 +216,8 @@ class Optimizer:
             return self.lr * (1 - progress)
         if self.lr_schedule == "cosine":
             return self.lr * (1 + math.cos(math.pi * progress)) / 2
+        if self.lr_schedule == "wsd":
+            return self.lr * min(1.0, (steps - step) / (self.decay_steps or max(1, steps // 10)))
         return self.lr
 
 
@@ -240,6 +273,27 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """When to save the training state: 12 bytes per parameter on disk, in the run folder."""
+
+    every_steps: int | None = None
+    """Save after each multiple of so many steps; None saves by no step."""
+    every_minutes: float | None = None
+    """Save when so many minutes have passed since the last save; None saves by no time."""
+    keep_last: int = 2
+    """Checkpoints that stay; older ones go when a new one is whole on disk."""
+    on_stop: bool = True
+    """Save when `stop()` or Ctrl-C ends the run before its last step."""
+
+    def __post_init__(self) -> None:
+        if self.every_steps is not None:
+            _at_least("checkpoint.every_steps", self.every_steps, 1)
+        if self.every_minutes is not None:
+            _at_least("checkpoint.every_minutes", self.every_minutes, 0, (int, float))
+        _at_least("checkpoint.keep_last", self.keep_last, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """One fine-tuning run."""
 
@@ -250,7 +304,10 @@ class Config:
     sequence_length: int = 1024
     """Tokens of a sequence."""
     batch_size: int = 8
-    """Sequences of one step over all ranks; must be a multiple of `ranks`."""
+    """Sequences of one step over all ranks; must be a multiple of `ranks` times `gradient_accumulation`."""
+    gradient_accumulation: int = 1
+    """Passes that a step's batch is split into, each a forward and a backward. Their gradients are added up
+    in FP32 (4 bytes of host memory per parameter), and one update follows, of the mean over all targets."""
     steps: int = 100
     eval_every: int = 100
     """Steps between two evaluations on the held-out data, if there is any (`data.eval_path` or
@@ -261,12 +318,16 @@ class Config:
     tune: bool = False
     """Let the policy choose the layout: it measures the machine, predicts every layout, tries the best
     few on the run's own first steps (all compute the same result) and keeps the fastest."""
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
     ranks: int | None = None
     """Data-parallel processes; None takes every GPU, or 2 on a machine without one."""
     device: str | None = None
     """`cuda` or `cpu`; None takes CUDA where there is a GPU."""
     compute_dtype: str | None = None
     """`bfloat16` or `float32`; None takes bfloat16 on CUDA and float32 on CPU."""
+    reduce_dtype: str | None = None
+    """`bfloat16` or `float32`: what gradients are summed over the ranks and kept in until the update; None
+    takes `compute_dtype`. float32 costs twice the bytes of landing, gradient buffers and links."""
     compile: bool | None = None
     """Compile the layer template with torch.compile; None compiles on CUDA."""
     random_weights: bool = False
@@ -283,7 +344,7 @@ class Config:
             object.__setattr__(self, "layout", Layout())
             object.__setattr__(self, "tune", True)
         _check_types(self, "")
-        for name in ("sequence_length", "batch_size", "steps", "eval_every"):
+        for name in ("sequence_length", "batch_size", "gradient_accumulation", "steps", "eval_every"):
             _at_least(name, getattr(self, name), 1)
         _at_least("seed", self.seed, 0)
         if self.seed >= 2**63:
@@ -292,8 +353,9 @@ class Config:
             _at_least("ranks", self.ranks, 1)
         if self.device is not None:
             _choice("device", self.device, ("cuda", "cpu"))
-        if self.compute_dtype is not None:
-            _choice("compute_dtype", self.compute_dtype, tuple(DTYPES))
+        for name in ("compute_dtype", "reduce_dtype"):
+            if getattr(self, name) is not None:
+                _choice(name, getattr(self, name), tuple(DTYPES))
         if self.host_memory_budget is not None:
             _at_least("host_memory_budget", self.host_memory_budget, 0, float)
         if self.layout.schedule == "in_backward" and self.optimizer.clip_norm is not None:
@@ -301,6 +363,28 @@ class Config:
                 "layout.schedule='in_backward' cannot clip, since a unit updates before the global "
                 "norm is known: set optimizer.clip_norm=None, or layout.schedule='in_forward'"
             )
+
+        if self.gradient_accumulation > 1 and self.layout.gpu_updates:
+            raise ConfigError(
+                f"layout.gpu_updates={self.layout.gpu_updates} with gradient_accumulation="
+                f"{self.gradient_accumulation}: gradients are added up in host memory: set gpu_updates=0"
+            )
+
+        if self.gradient_accumulation > 1 and self.tune:
+            raise ConfigError(
+                f"tune=True with gradient_accumulation={self.gradient_accumulation}: the policy knows steps "
+                "of one pass only: set tune=False and give a layout"
+            )
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences of one pass over all ranks."""
+        return self.batch_size // self.gradient_accumulation
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """`reduce_dtype` of a resolved config."""
+        return DTYPES[str(self.reduce_dtype or self.compute_dtype)]
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Config":
@@ -327,9 +411,12 @@ class Config:
         ranks = self.ranks or (gpus if device == "cuda" else 2)
         if device == "cuda" and ranks > gpus:
             raise ConfigError(f"ranks={ranks}: {gpus} GPU(s) are visible; set ranks to at most {gpus}")
-        if self.batch_size % ranks:
+        parts = ranks * self.gradient_accumulation
+        if self.batch_size % parts:
+            passes = f" and {self.gradient_accumulation} passes" if self.gradient_accumulation > 1 else ""
             raise ConfigError(
-                f"batch_size={self.batch_size} cannot be split over {ranks} ranks: use a multiple of {ranks}"
+                f"batch_size={self.batch_size} cannot be split over {ranks} ranks{passes}: use a multiple of "
+                f"{parts}"
             )
         return dataclasses.replace(
             self,
@@ -385,6 +472,9 @@ def _coerce(hint: Any, value: Any, full: str) -> Any:
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     plain = tuple(typing.get_origin(kind) or kind for kind in kinds)
     if tuple in plain and isinstance(value, list):
+        element = typing.get_args(kinds[plain.index(tuple)])[0]
+        if dataclasses.is_dataclass(element):
+            return tuple(_from_dict(element, item, f"{full}[{i}]") for i, item in enumerate(value))
         return tuple(value)
     if str in plain and isinstance(value, os.PathLike):
         return os.fspath(value)

@@ -10,20 +10,30 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from slidedp.checkpoint import CHECKPOINTS, load
 from slidedp.config import DTYPES, Config
 from slidedp.data.prepare import is_prepared, sources
 from slidedp.errors import ConfigError, reason
 from slidedp.host.state import HostState
 from slidedp.model.load import fill_random, load_pretrained
 from slidedp.preflight import Plan
-from slidedp.telemetry import RUN
+from slidedp.telemetry import RUN, RunLog
 
 
-def new_run_folder(config: Config) -> Path:
-    """Where the run will write; it holds no run yet, and may not exist."""
+def new_run_folder(config: Config, source: Path | None) -> Path:
+    """Where the run will write, which may not exist. It holds no run yet, or the one that goes on from its
+    checkpoint `source`."""
     folder = Path(config.run_folder or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S-%f")).absolute()
-    if (folder / RUN).exists():
+    if not (folder / RUN).exists():
+        return folder
+    if source is None or source.parent != folder / CHECKPOINTS:
         raise ConfigError(f"run_folder={config.run_folder!r}: holds a run already: give another folder")
+    ranks = RunLog.read(folder).description["ranks"]
+    if ranks != config.ranks:
+        raise ConfigError(
+            f"run_folder={config.run_folder!r}: holds the metrics of {ranks} rank(s), this run has "
+            f"{config.ranks}: give another run_folder, or set ranks={ranks}"
+        )
     return folder
 
 
@@ -83,12 +93,14 @@ def nothing_left_on_failure(folder: Path) -> Iterator[None]:
         raise
 
 
-def loaded_state(preflight: Plan) -> HostState:
-    """The training state in shared memory, with the model's or random weights."""
+def loaded_state(preflight: Plan, source: Path | None) -> HostState:
+    """The training state in shared memory: of the checkpoint `source`, or the model's or random weights."""
     config = preflight.config
     state = HostState(preflight.units, DTYPES[str(config.compute_dtype)])
     try:
-        if isinstance(config.model, str) and not config.random_weights:
+        if source is not None:
+            load(source, state)
+        elif isinstance(config.model, str) and not config.random_weights:
             load_pretrained(state, config.model)
         else:
             fill_random(state, preflight.model, config.seed)

@@ -10,9 +10,10 @@ from transformers import PretrainedConfig
 from slidedp.config import DTYPES, Config, Layout
 from slidedp.errors import ConfigError
 from slidedp.gpus import free_gpu_bytes
+from slidedp.host.groups import check_groups
 from slidedp.host.landing import LandingPlan
 from slidedp.host.memory import available_bytes
-from slidedp.host.state import unit_starts
+from slidedp.host.state import aligned_numel, unit_starts
 from slidedp.model.families import load_config, skeleton
 from slidedp.model.units import Unit, units_of
 from slidedp.stream.buffers import buffer_numels, is_tied
@@ -102,7 +103,8 @@ def plan(config: Config) -> Plan:
     config = config.resolved()
     model_config = load_config(config.model)
     model = skeleton(model_config, config.sequence_length)
-    units = units_of(model)
+    units = units_of(model, config.optimizer.freeze)
+    check_groups(units, config.optimizer)
     dtype = DTYPES[str(config.compute_dtype)]
     return Plan(
         config=config,
@@ -154,9 +156,10 @@ def _host_bytes(config: Config, units: tuple[Unit, ...], dtype: torch.dtype) -> 
     width = units[-1].parameters[-1].numel
     sizes = {
         "FP32 master weights": 4 * total,
-        "exp_avg and exp_avg_sq": 8 * total,
+        "exp_avg and exp_avg_sq": 8 * sum(aligned_numel(unit) for unit in units if not unit.frozen),
         "BF16 working copy": 2 * total if dtype == torch.bfloat16 else 0,
-        "gradient landing": LandingPlan(units, ranks, config.layout, dtype.itemsize).nbytes,
+        "gradient landing": LandingPlan(units, ranks, config.layout, config.gradient_dtype.itemsize).nbytes,
+        "accumulated gradients": 4 * total if config.gradient_accumulation > 1 else 0,
         "offloaded layer inputs": (
             ranks * modes.count("offload") * stash_numel(config, width) * dtype.itemsize
         ),
@@ -166,9 +169,9 @@ def _host_bytes(config: Config, units: tuple[Unit, ...], dtype: torch.dtype) -> 
 
 def _device_bytes(config: Config, model: Any, units: tuple[Unit, ...], dtype: torch.dtype) -> dict[str, int]:
     """Buffers exactly; activations and workspace by formula (estimates, named as such)."""
-    ranks, size = int(config.ranks or 1), dtype.itemsize
+    ranks, size, gradient = int(config.ranks or 1), dtype.itemsize, config.gradient_dtype.itemsize
     shapes = buffer_numels(units, config.layout, ranks)
-    tokens = config.batch_size // ranks * config.sequence_length
+    tokens = config.micro_batch_size // ranks * config.sequence_length
     width = units[-1].parameters[-1].numel
     modes = config.layout.activation_modes(len(units) - 2)
     edge = shapes["edge"][0] + shapes.get("tied_head", [0])[0]
@@ -179,11 +182,11 @@ def _device_bytes(config: Config, model: Any, units: tuple[Unit, ...], dtype: to
     rings = (OUTGOING + FETCH_AHEAD) * stash_numel(config, width) if "offload" in modes else 0
     sizes = {
         "window": sum(shapes["slots"]) * size,
-        "gradient buffers": sum(shapes["gradients"]) * size,
+        "gradient buffers": sum(shapes["gradients"]) * gradient,
         "embedding and head, weights": edge * size,
-        "embedding and head, gradients": edge * size,
+        "embedding and head, gradients": edge * gradient,
         "update buffers": ring * (12 + size),
-        "gradients that wait for their update": waiting * size,
+        "gradients that wait for their update": waiting * gradient,
         "kept layer inputs": (len(modes) - modes.count("offload")) * tokens * width * size,
         "kept intermediates (estimate)": int(kept * intermediates),
         "offload rings": rings * size,

@@ -20,12 +20,13 @@ import torch.multiprocessing as mp
 from transformers import PretrainedConfig
 
 from slidedp import rank as rank_process
+from slidedp.checkpoint import Saving
 from slidedp.config import Config
 from slidedp.host import worker as worker_process
 from slidedp.host.memory import Handle, Segment
 from slidedp.host.process import STOPPING
 from slidedp.host.state import StateHandle
-from slidedp.host.worker import Profile, SetLayout, Stop
+from slidedp.host.worker import Profile, Save, SetLayout, Stop
 from slidedp.shortage import MemoryWatch
 from slidedp.stalls import StallWatch
 
@@ -49,6 +50,7 @@ class Processes:
         state: StateHandle,
         landing: Handle,
         samples: Path,
+        saving: Saving,
         traces: Path,
         held_out: Path | None = None,
     ) -> None:
@@ -70,10 +72,11 @@ class Processes:
             f"{self._rendezvous.name}/ranks",
             str(traces),
             None if held_out is None else str(held_out),
+            saving.start.step,
         )
         # In shared memory, which no other user can reach: what does not fit the pipe to a new process
         # would make it wait for the imports of the one before.
-        content = pickle.dumps((rank_setup, (config, state, landing)))
+        content = pickle.dumps((rank_setup, (config, state, landing, saving)))
         self._setup = Segment(len(content), "setup")
         self._setup.array(np.uint8)[:] = np.frombuffer(content, np.uint8)
         ends: list[Any] = [(to_worker[rank][0], to_us[rank][1], signs[rank][1]) for rank in range(ranks)]
@@ -116,7 +119,7 @@ class Processes:
     def name(self, index: int) -> str:
         return f"rank {index}" if index < self.ranks else "the optimizer worker"
 
-    def command(self, command: SetLayout | Stop | Profile) -> None:
+    def command(self, command: SetLayout | Stop | Save | Profile) -> None:
         """Tells the worker, who tells the ranks. OSError where it has ended."""
         self._pipes[-1].send(command)
 

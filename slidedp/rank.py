@@ -29,6 +29,7 @@ from slidedp.host.state import HostState, StateHandle
 from slidedp.model.documents import VARLEN, Positions, has_varlen, within_documents
 from slidedp.model.families import LayerFunction, layer_function, norm_function, rotary_tables, skeleton
 from slidedp.model.loss import IGNORED, softmax_gradient
+from slidedp.model.units import frozen_units
 from slidedp.stream.device import Abort, Aborted, Device
 from slidedp.stream.gates import Gates
 from slidedp.stream.recorder import Recorder
@@ -50,6 +51,8 @@ class RankSetup(NamedTuple):
     """Folder that recordings of torch.profiler go to."""
     evaluation: str | None = None
     """Folder of held-out samples, if they are not a part of `samples`."""
+    start: int = 0
+    """First step; not 0 in a resumed run."""
 
 
 def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connection) -> None:
@@ -64,7 +67,9 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
     state = HostState.open(setup.state)
     for unit in state.units:
         device.register(state.delivered(unit))
-    gates = Gates(worker, len(state.units), abort)
+    passes = config.gradient_accumulation
+    frozen = frozen_units(state.units)
+    gates = Gates(worker, len(state.units), abort, setup.start * passes, frozen)
     samples = Samples(setup.samples)
     learnt, held_out = split(samples.count, config.data.eval_fraction, config.seed)
     evaluated = samples
@@ -74,16 +79,16 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
     bounded = any(part.position_ids is not None for part in (samples, evaluated))
     functions = model_functions(config, setup.model, device, state.dtype, bounded)
     order = Order(len(learnt), config.batch_size, config.seed)
-    per_rank = config.batch_size // ranks
+    per_rank = config.micro_batch_size // ranks
 
     registered: set[int] = set()  # units whose FP32 state this GPU reaches
 
     def build(layout: Layout, handle: Handle) -> tuple[Engine, Landing]:
-        plan = LandingPlan(state.units, ranks, layout, state.dtype.itemsize)
-        landing = Landing(plan, state.dtype, handle)
+        plan = LandingPlan(state.units, ranks, layout, config.gradient_dtype.itemsize)
+        landing = Landing(plan, config.gradient_dtype, handle)
         for start, stop in plan.pieces():
             device.register(landing.tensor[start:stop])
-        for index in layout.updated_on_gpu(len(state.units) - 2) - registered:
+        for index in layout.updated_on_gpu(len(state.units) - 2, frozen) - registered:
             # Once for the whole run: seconds for a large model. FP32 ranks compute with the master.
             arrays = state.tensors(state.units[index])
             for array in arrays if state.dtype == torch.bfloat16 else arrays[1:]:
@@ -101,10 +106,10 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
     def evaluate(step: int) -> None:
         """Reports the held-out loss with the weights that `step` starts from."""
         begun, loss, targets = time.time(), torch.zeros((), device=device.torch), 0
-        for start in range(rank * per_rank, rank * per_rank + len(held_out), config.batch_size):
+        for start in range(rank * per_rank, rank * per_rank + len(held_out), config.micro_batch_size):
             rows = held_out[start : start + per_rank]
             batch = on_device(evaluated, rows, per_rank, functions, device)
-            loss += engine.evaluate(step, batch.input_ids, batch.labels, batch.positions)
+            loss += engine.evaluate(step * passes, batch.input_ids, batch.labels, batch.positions)
             targets += batch.targets
         event = {"kind": "eval", "rank": rank, "step": step, "loss_sum": float(loss), "targets": targets}
         metrics.flush()  # the steps before, whose transfers are all over by now
@@ -112,13 +117,14 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
 
     engine, landing = build(config.layout, setup.landing)
     launcher.send({"kind": "ready", "rank": rank, "time": time.time()})
-    metrics = MetricsQueue(rank, device, launcher)
+    metrics = MetricsQueue(rank, device, launcher, passes)
     recorder: Recorder | None = None
     try:
-        for step in range(config.steps):
+        for number in range(setup.start * passes, config.steps * passes):
+            step, part = divmod(number, passes)
             doing["compute"] = (step, "", "step boundary")
-            if step > 0:
-                begin = gates.wait_begin(step)
+            if number > setup.start * passes:
+                begin = gates.wait_begin(number)
                 if begin.stop:
                     break
                 if begin.layout is not None and begin.landing is not None:
@@ -132,17 +138,18 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
                         {"kind": "layout", "rank": rank, "step": step, "layout": asdict(begin.layout)}
                     )
                 if begin.profile:
-                    recorder = Recorder(device, rank, setup.traces, step, begin.profile)
-            if len(held_out) and step % config.eval_every == 0:
+                    recorder = Recorder(device, rank, setup.traces, step, begin.profile * passes)
+            if len(held_out) and part == 0 and step % config.eval_every == 0:
                 evaluate(step)
-            rows = learnt[order.step(step)[rank * per_rank : (rank + 1) * per_rank]]
+            share = rank * passes + part
+            rows = learnt[order.step(step)[share * per_rank : (share + 1) * per_rank]]
             batch = on_device(samples, rows, per_rank, functions, device)
-            gates.send(Started(step, batch.targets))
+            gates.send(Started(number, batch.targets))
             with recorder.step(step) if recorder is not None else nullcontext():
                 loss, timeline = engine.step(
-                    step, batch.input_ids, batch.labels, batch.positions, profiled=recorder is not None
+                    number, batch.input_ids, batch.labels, batch.positions, profiled=recorder is not None
                 )
-            metrics.add(step, loss, batch.targets, timeline)
+            metrics.add(number, loss, batch.targets, timeline)
             if recorder is not None:
                 recorder.add(step, timeline)
                 if recorder.complete:
@@ -233,21 +240,26 @@ def compile_partial(layer: Any, budget: float) -> LayerFunction:
 
 
 class MetricsQueue:
-    """Sends each step's metrics once its compute has run, without ever waiting for the GPU."""
+    """Sends each step's metrics once its compute has run, without ever waiting for the GPU.
 
-    def __init__(self, rank: int, device: Device, launcher: Connection) -> None:
-        self._rank, self._device, self._launcher = rank, device, launcher
+    A step may have several `passes`: sums are over all of them, the timeline is that of the last.
+    """
+
+    def __init__(self, rank: int, device: Device, launcher: Connection, passes: int) -> None:
+        self._rank, self._device, self._launcher, self._passes = rank, device, launcher, passes
+        self._partial: dict[str, Any] | None = None
         self._pending: deque[tuple[int, torch.Tensor, int, Timeline]] = deque()
         self._previous: Timeline | None = None
 
-    def add(self, step: int, loss: torch.Tensor, targets: int, timeline: Timeline) -> None:
-        self._pending.append((step, loss, targets, timeline))
+    def add(self, number: int, loss: torch.Tensor, targets: int, timeline: Timeline) -> None:
+        """What pass `number` of the run computes."""
+        self._pending.append((number, loss, targets, timeline))
         while self._pending and self._complete():
             self._send()
 
     def _complete(self) -> bool:
-        step, _, _, timeline = self._pending[0]
-        return timeline.done() and (timeline.all_done() or not _sampled(step, timeline))
+        number, _, _, timeline = self._pending[0]
+        return timeline.done() and (timeline.all_done() or not _sampled(number // self._passes, timeline))
 
     def flush(self) -> None:
         """Sends what there is. The next step is not timed: it does not follow at once."""
@@ -256,7 +268,8 @@ class MetricsQueue:
         self._previous = None
 
     def _send(self) -> None:
-        step, loss, targets, timeline = self._pending.popleft()
+        number, loss, targets, timeline = self._pending.popleft()
+        step = number // self._passes
         spans = timeline.resolve(("compute",))
         waits: dict[str, float] = {}
         for span in spans:
@@ -282,7 +295,23 @@ class MetricsQueue:
                 tuple(s) for s in timeline.resolve(("compute", "deliver", "reduce", "update"))
             ]
         self._previous = timeline
-        self._launcher.send(event)
+        if self._partial is not None:
+            _add_to(event, self._partial)
+        last = number % self._passes == self._passes - 1
+        self._partial = None if last else event
+        if last:
+            self._launcher.send(event)
+
+
+def _add_to(event: dict[str, Any], earlier: dict[str, Any]) -> None:
+    """Makes a pass's event that of itself and the passes before it."""
+    for name in ("loss_sum", "targets", "compute_seconds"):
+        event[name] += earlier[name]
+    if event["step_seconds"] is not None:
+        before = earlier["step_seconds"]
+        event["step_seconds"] = None if before is None else event["step_seconds"] + before
+    waits = (event["wait_seconds"], earlier["wait_seconds"])
+    event["wait_seconds"] = {c: sum(w.get(c, 0.0) for w in waits) for c in {**waits[0], **waits[1]}}
 
 
 def _sampled(step: int, timeline: Timeline) -> bool:

@@ -15,13 +15,15 @@ from typing import Any
 import pandas as pd
 import torch
 
+from slidedp import checkpoint
+from slidedp.checkpoint import ASSETS, CHECKPOINTS, Progress, Saving, Snapshot
 from slidedp.config import Config, Layout
 from slidedp.data.prepare import check_samples, prepare, prepare_held_out
 from slidedp.data.samples import Samples
 from slidedp.errors import ConfigError
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.state import HostState
-from slidedp.host.worker import Profile, SetLayout, Stop
+from slidedp.host.worker import Profile, Save, SetLayout, Stop
 from slidedp.launching import (
     load_tokenizer,
     loaded_state,
@@ -32,7 +34,7 @@ from slidedp.launching import (
 from slidedp.losses import LossWatch
 from slidedp.model.families import flops_per_token, skeleton
 from slidedp.model.load import check_pretrained
-from slidedp.model.save import export
+from slidedp.model.save import export, write_assets
 from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.probe import probe
 from slidedp.policy.rates import Rates
@@ -40,7 +42,7 @@ from slidedp.policy.tune import Tuner
 from slidedp.preflight import Plan, plan, under, with_layout
 from slidedp.processes import Processes
 from slidedp.tables import html_table
-from slidedp.telemetry import TRACES, RowReader, RunLog, describe
+from slidedp.telemetry import RUN, TRACES, RowReader, RunLog, describe
 
 SAMPLES = "samples"
 """Folder of the run folder that holds the samples made from text."""
@@ -52,8 +54,21 @@ class RunFailed(RuntimeError):
     """A process of the run failed; the message holds its name and traceback."""
 
 
-def launch(config: Config, on_step: Callable[[dict[str, Any]], None] | None = None) -> "Run":
+class CheckpointFailed(RuntimeError):
+    """A checkpoint could not be written; the run goes on, and the last one is as it was."""
+
+
+def launch(
+    config: Config,
+    resume: str | Path | None = None,
+    on_step: Callable[[dict[str, Any]], None] | None = None,
+) -> "Run":
     """Starts fine-tuning and returns at once when all processes are on their way.
+
+    `resume` goes on from a checkpoint: its folder, a run folder (its last checkpoint), or "latest" (the
+    last one of `config.run_folder`, or of all runs in `runs/`). The run folder may be the one that the
+    checkpoint is in: its metrics then go on from there. On a CPU the result is that of a run which never
+    stopped, to the bit, at the same number of ranks.
 
     `on_step` is called with a plain dict after each step and each evaluation, in order, on a thread of
     its own: `step` and the columns of `Run.metrics`, or `step`, `eval_loss` and `perplexity`.
@@ -73,9 +88,13 @@ def launch(config: Config, on_step: Callable[[dict[str, Any]], None] | None = No
     config = preflight.config
     if not config.tune:  # else the policy starts from a layout that fits
         preflight.check()
-    folder = new_run_folder(config)
+    source, start = None, Progress()
+    if resume is not None:
+        source = checkpoint.find(resume, config.run_folder)
+        start = checkpoint.check(source, preflight.units, config)
+    folder = new_run_folder(config, source)
     tokenizer = load_tokenizer(config)
-    if isinstance(config.model, str) and not config.random_weights:
+    if source is None and isinstance(config.model, str) and not config.random_weights:
         check_pretrained(preflight.units, config.model)
     with no_file_for_the_world(), nothing_left_on_failure(folder):
         samples = prepare(config.data, tokenizer, config.sequence_length, folder / SAMPLES)
@@ -86,14 +105,16 @@ def launch(config: Config, on_step: Callable[[dict[str, Any]], None] | None = No
             f"data.path={config.data.path!r}",
             config.data.eval_fraction,
         )
+        if source is not None:
+            checkpoint.check_samples(source, samples.count)
         held_out = prepare_held_out(config, tokenizer, preflight.model.vocab_size, folder / HELD_OUT)
         if not config.tune:
-            return Run(preflight, folder, samples, tokenizer, held_out, on_step)
+            return Run(preflight, folder, samples, tokenizer, source, start, held_out, on_step)
         begun = time.monotonic()
         rates = probe(preflight)
         predicted = AutoPolicy(preflight, rates).decide_all()
         spent = time.monotonic() - begun
-        run = Run(under(preflight, predicted), folder, samples, tokenizer, held_out, on_step)
+        run = Run(under(preflight, predicted), folder, samples, tokenizer, source, start, held_out, on_step)
         run.tune(rates, preflight, spent)
         return run
 
@@ -107,9 +128,12 @@ class Run:
         folder: Path,
         samples: Samples,
         tokenizer: Any,
+        source: Path | None,
+        start: Progress,
         held_out: Samples | None = None,
         on_step: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
+        """`source`: the checkpoint to start from, which stands at `start`."""
         self.plan, self.folder, self.tokenizer = preflight, folder, tokenizer
         self.config = config = preflight.config
         self.layout = config.layout
@@ -129,11 +153,27 @@ class Run:
         self._diverged: str | None = None
         self._over = threading.Event()
         self._on_step, self._rows = on_step, RowReader(int(config.ranks or 1), flops)
-        self.log = RunLog.create(folder, self._description(flops))
+        description = self._description(flops, start.step)
+        self._saving = Saving(
+            folder / CHECKPOINTS, folder / ASSETS, {**description, "samples": samples.count}, start
+        )
+        self._progress = start
+        """As far as the worker has reported its updates."""
+        # In memory only: a checkpoint that turns out to be damaged must leave the folder's log as it is.
+        self.log = starting = RunLog(folder, description, [])
         try:
             self._mark("launched")
-            self._state = loaded_state(preflight)
+            self._state = loaded_state(preflight, source)
             self._mark("state loaded")
+            write_assets(preflight.model, "bfloat16", tokenizer, folder / ASSETS)
+            goes_on = (folder / RUN).exists()
+            self.log = (
+                RunLog.resume(folder, description, start.step)
+                if goes_on
+                else RunLog.create(folder, description)
+            )
+            for event in starting.events("mark"):
+                self.log.add(event)
             self._landings.append(self._landing(config.layout))
             self._processes = Processes(
                 config,
@@ -141,6 +181,7 @@ class Run:
                 self._state.handle,
                 self._landings[0].handle,
                 Path(samples.folder).absolute(),
+                self._saving,
                 folder / TRACES,
                 None if held_out is None else Path(held_out.folder).absolute(),
             )
@@ -152,16 +193,16 @@ class Run:
         """What chooses the layout, if the config says `tune`; its `policy` has the records so far."""
         threading.Thread(target=self._watch, name="slidedp-watch", daemon=True).start()
 
-    def _description(self, flops: float) -> dict[str, Any]:
+    def _description(self, flops: float, first_step: int) -> dict[str, Any]:
         gpu = torch.cuda.get_device_name(0) if self.config.device == "cuda" else None
-        return describe(self.config, flops, self.plan.parameters, gpu, self.plan.memory())
+        return describe(self.config, flops, self.plan.parameters, gpu, self.plan.memory(), first_step)
 
     def _mark(self, what: str) -> None:
         self.log.add({"kind": "mark", "what": what, "time": time.time()})
 
     def _landing(self, layout: Layout) -> Landing:
         assert self._state is not None
-        dtype = self._state.dtype
+        dtype = self.config.gradient_dtype
         plan = LandingPlan(self._state.units, int(self.config.ranks or 1), layout, dtype.itemsize)
         return Landing(plan, dtype)
 
@@ -187,6 +228,8 @@ class Run:
             found = self._losses.add(event)
             if found is not None:
                 self._take(found)
+        elif event["kind"] == "update":
+            self._progress = Progress(event["step"] + 1, self._progress.updates + (not event["skipped"]))
         elif event["kind"] == "ready":
             self._ready += 1
             if self._ready == len(self._processes):
@@ -208,7 +251,8 @@ class Run:
                 "is spoiled; start again with layout.schedule='in_forward', which skips such steps, or a "
                 "lower optimizer.lr"
             )
-            self.stop()
+            self._stopping = True
+            self._command(Stop(save=False))
 
     def _tell(self, row: dict[str, Any]) -> None:
         if self._on_step is None:
@@ -240,6 +284,7 @@ class Run:
         for landing in self._landings:
             landing.close()
         self._landings.clear()
+        checkpoint.remove_partial(self._saving.folder)  # of a worker that was killed
 
     # --- what a user does -------------------------------------------------------------------------
 
@@ -343,10 +388,40 @@ class Run:
         self._recordings += 1
         self._command(Profile(steps, start))
 
-    def _command(self, command: SetLayout | Stop | Profile) -> None:
+    def _command(self, command: SetLayout | Stop | Save | Profile) -> None:
         with contextlib.suppress(OSError):  # the run has just ended by itself
             if self.running:
                 self._processes.command(command)
+
+    def save(self, wait: bool = True) -> Path | None:
+        """Writes a checkpoint of the next step boundary while training goes on, or of the last one if the
+        run is over; `launch(config, resume=...)` takes it.
+
+        Returns its folder once it is durable, or raises CheckpointFailed. Without `wait`, returns None at
+        once; the event `checkpoint` of the log tells the outcome.
+        """
+        number = time.time_ns()  # unlike any other, those in the log of a resumed run too
+        self._command(Save(number))
+        while self.running:
+            if not wait:
+                return None
+            if (event := self._saved(lambda e: number in e["requests"])) is not None:
+                return _path_of(event)
+            self._over.wait(0.05)
+        if (event := self._saved(lambda e: number in e["requests"])) is not None:
+            return _path_of(event)
+        if self._state is None:
+            raise ConfigError(f"save: the run is {self.status} and its state is gone")
+        here = str(self._saving.folder / checkpoint.name(self._progress.step))
+        if (event := self._saved(lambda e: e["path"] == here)) is not None:
+            return _path_of(event)
+        events: list[dict[str, Any]] = []
+        keep = self.config.checkpoint.keep_last
+        Snapshot(self._state, self._state.units, self._progress, self._saving, keep, events.append).join()
+        return _path_of(events[0])
+
+    def _saved(self, wanted: Callable[[dict[str, Any]], Any]) -> dict[str, Any] | None:
+        return next((event for event in self.log.events("checkpoint") if wanted(event)), None)
 
     def metrics(self) -> pd.DataFrame:
         """One row per step so far; see RunLog.metrics for the columns and their units."""
@@ -404,3 +479,9 @@ class Run:
         rows += [("layout", repr(self.layout)), ("folder", str(self.folder))]
         failure = f"<pre>{html.escape(self.failure)}</pre>" if self.failure else ""
         return html_table(f"Run, {self.status}", rows) + failure
+
+
+def _path_of(event: dict[str, Any]) -> Path:
+    if event["error"] is not None:
+        raise CheckpointFailed(f"the checkpoint of step {event['step']} failed: {event['error']}")
+    return Path(event["path"])

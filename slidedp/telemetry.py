@@ -46,6 +46,19 @@ class RunLog:
         return log
 
     @classmethod
+    def resume(cls, folder: Path, description: dict[str, Any], step: int) -> "RunLog":
+        """Goes on with a run folder from `step`: what it holds of later steps was lost with its run."""
+        log = cls.read(folder)
+        log.description = description | {"first_step": log.description.get("first_step", 0)}
+        (folder / RUN).write_text(json.dumps(log.description, indent=1))
+        log._events = [e for e in log._events if e["kind"] != "end" and e.get("step", -1) < step + _done(e)]
+        partial = folder / f".{EVENTS}.partial"
+        partial.write_text("".join(json.dumps(event) + "\n" for event in log._events))
+        partial.replace(folder / EVENTS)
+        log._file = open(folder / EVENTS, "a", buffering=1)  # noqa: SIM115 (open as long as the run)
+        return log
+
+    @classmethod
     def read(cls, folder: Path) -> "RunLog":
         """A run folder of this or an earlier process."""
         try:
@@ -80,8 +93,11 @@ class RunLog:
 
     @property
     def steps_done(self) -> int:
-        """Steps whose compute has been reported by every rank."""
-        return len(self.events("step")) // int(self.description["ranks"])
+        """Steps whose compute has been reported by every rank, those before a resume included."""
+        last = {event["rank"]: event["step"] for event in self.events("step")}
+        if len(last) < int(self.description["ranks"]):
+            return int(self.description.get("first_step", 0))
+        return min(last.values()) + 1
 
     @property
     def peak_tflops(self) -> float | None:
@@ -306,13 +322,23 @@ class RowReader:
         }
 
 
+def _done(event: dict[str, Any]) -> int:
+    """1 if the event's `step` counts the steps done, as a checkpoint's; 0 if it is the step's own number."""
+    return int(event["kind"] == "checkpoint")
+
+
 def open_run(folder: str | Path) -> RunLog:
     """The metrics and timelines of a run folder, whether the run goes on or not."""
     return RunLog.read(Path(folder))
 
 
 def describe(
-    config: Config, flops_per_token: float, parameters: int, gpu: str | None, memory: dict[str, Any]
+    config: Config,
+    flops_per_token: float,
+    parameters: int,
+    gpu: str | None,
+    memory: dict[str, Any],
+    first_step: int = 0,
 ) -> dict[str, Any]:
     """What the run folder records about a run besides its events; plain JSON. `memory` is the plan's."""
     plain = dataclasses.asdict(dataclasses.replace(config, model=""))
@@ -324,4 +350,5 @@ def describe(
         "parameters": parameters,
         "gpu": gpu,
         "memory": memory,
+        "first_step": first_step,
     }

@@ -6,6 +6,7 @@ that the processes enter around the case, to inject delays, remove a gate or rec
 gets `index` (the rank, None in the worker), and what it yields comes back in `Outcome.recorded`.
 """
 
+import dataclasses
 import gc
 import importlib
 import os
@@ -15,7 +16,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from slidedp import checkpoint
+from slidedp.checkpoint import Progress, Saving
 from slidedp.config import DTYPES, Config, Layout
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.memory import Handle, Segment
@@ -126,25 +128,35 @@ class Pool:
         layouts: dict[int, Layout] | None = None,
         patch: str | None = None,
         patch_arguments: dict | None = None,
+        folder: Path | None = None,
+        resume: Path | None = None,
     ) -> "Outcome":
-        """Trains `config` from its model folder.
+        """Trains `config` from its model folder, or goes on from the checkpoint `resume`. Checkpoints go
+        to `folder`.
 
         `layouts` maps a step to the layout that is asked for then; it takes effect a step or two
         later (`Outcome.layouts` says when), and the next one is asked for only after that.
         """
-        config = replace(config, ranks=self.ranks, device="cpu").resolved()
+        config = dataclasses.replace(config, ranks=self.ranks, device="cpu").resolved()
         model = load_config(config.model)
-        units = units_of(skeleton(model, config.sequence_length))
+        units = units_of(skeleton(model, config.sequence_length), config.optimizer.freeze)
         state = HostState(units, DTYPES[str(config.compute_dtype)])
-        if isinstance(config.model, str):
+        start = Progress()
+        if resume is not None:
+            start = checkpoint.check(resume, units, config)
+            checkpoint.load(resume, state)
+        elif isinstance(config.model, str):
             load_pretrained(state, config.model)
         else:
             fill_random(state, model, config.seed)
-        landing = Landing(LandingPlan(units, self.ranks, config.layout, state.dtype.itemsize), state.dtype)
+        dtype = config.gradient_dtype
+        landing = Landing(LandingPlan(units, self.ranks, config.layout, dtype.itemsize), dtype)
         pipe = mp.get_context("forkserver").Pipe
         to_worker = [pipe() for _ in range(self.ranks)]
         outputs = [pipe() for _ in range(self.ranks + 1)]
-        setup = RankSetup(config, model, state.handle, landing.handle, config.data.path, "", "")
+        setup = RankSetup(
+            config, model, state.handle, landing.handle, config.data.path, "", "", start=start.step
+        )
         for rank in range(self.ranks):
             arguments = {
                 "rank": rank,
@@ -158,12 +170,13 @@ class Pool:
             "config": config,
             "state": state.handle,
             "landing": landing.handle,
+            "saving": saving(folder or Path(self._folder.name), config, start),
             "ranks": [theirs for _, theirs in to_worker],
             "launcher": outputs[-1][1],
             "patch_arguments": {"index": None, **(patch_arguments or {})},
         }
         self._jobs[-1].send((run_worker, patch, arguments, outputs[-1][1]))
-        outcome = Outcome(state.units, config.layout)
+        outcome = Outcome(state.units, config.layout, dtype)
         try:
             outcome.collect([ours for ours, _ in outputs], layouts or {}, self.ranks, state)
         except BaseException:
@@ -193,13 +206,21 @@ class Pool:
         self._folder.cleanup()
 
 
+def saving(folder: Path, config: Config, start: Progress = Progress()) -> Saving:  # noqa: B008 (a tuple)
+    """What a worker needs to write checkpoints of `config` to `folder`."""
+    assets = folder / "assets"
+    assets.mkdir(parents=True, exist_ok=True)
+    return Saving(folder, assets, {"config": dataclasses.asdict(config), "samples": 0}, start)
+
+
 class Outcome:
     """Losses, updates and the final state of a case."""
 
-    def __init__(self, units: tuple[Unit, ...], layout: Layout) -> None:
-        self.units = units
+    def __init__(self, units: tuple[Unit, ...], layout: Layout, dtype: torch.dtype) -> None:
+        self.units, self.dtype = units, dtype
         self.steps: list[dict] = []
         self.updates: list[dict] = []
+        self.checkpoints: list[dict] = []
         self.evaluations: list[dict] = []
         self.layouts = [(0, layout)]
         """(first step, layout) of every layout in turn."""
@@ -232,13 +253,15 @@ class Outcome:
                     self.layouts.append((event["step"], waiting[asked - 1][1]))
                 elif event["kind"] == "update":
                     self.updates.append(event)
+                elif event["kind"] == "checkpoint":
+                    self.checkpoints.append(event)
                 elif event["kind"] == "eval":
                     self.evaluations.append(event)
             done = len(self.updates)
             if asked < len(waiting) and len(self.layouts) > asked and done >= waiting[asked][0]:
                 layout = waiting[asked][1]
-                plan = LandingPlan(self.units, ranks, layout, state.dtype.itemsize)
-                landings.append(Landing(plan, state.dtype))
+                plan = LandingPlan(self.units, ranks, layout, self.dtype.itemsize)
+                landings.append(Landing(plan, self.dtype))
                 outputs[-1].send(SetLayout(layout, landings[-1].handle))
                 asked += 1
         for landing in landings:
@@ -247,9 +270,9 @@ class Outcome:
 
     def losses(self) -> list[float]:
         """Global mean loss of every step."""
-        count = 1 + max(e["step"] for e in self.steps)
-        sums = [sum(e["loss_sum"] for e in self.steps if e["step"] == s) for s in range(count)]
-        targets = [sum(e["targets"] for e in self.steps if e["step"] == s) for s in range(count)]
+        steps = sorted({e["step"] for e in self.steps})
+        sums = [sum(e["loss_sum"] for e in self.steps if e["step"] == s) for s in steps]
+        targets = [sum(e["targets"] for e in self.steps if e["step"] == s) for s in steps]
         return [a / b for a, b in zip(sums, targets, strict=True)]
 
     def rank_losses(self) -> dict[tuple[int, int], float]:

@@ -1,6 +1,7 @@
 """The plain loop that every route must agree with: one process, one model, torch.optim.AdamW."""
 
 import tempfile
+from fnmatch import fnmatch
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,13 @@ def train(config: Config) -> SimpleNamespace:
         torch.set_num_threads(threads)
 
 
+def _unit(name: str) -> str:
+    """The unit of a parameter."""
+    if "embed_tokens" in name:
+        return "embed"
+    return ".".join(name.split(".")[1:3]) if ".layers." in name else "head"
+
+
 def _train(config: Config) -> SimpleNamespace:
     model = AutoModelForCausalLM.from_pretrained(
         config.model,
@@ -32,11 +40,16 @@ def _train(config: Config) -> SimpleNamespace:
     )
     model.train()
     settings = config.optimizer
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    groups = []
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(fnmatch(_unit(name), pattern) for pattern in settings.freeze))
+        decay, factor = settings.weight_decay if parameter.dim() >= 2 else 0.0, 1.0
+        for group in [group for group in settings.groups if fnmatch(name, group.pattern)][:1]:
+            factor = group.lr_factor
+            decay = decay if group.weight_decay is None else group.weight_decay
+        groups.append({"params": [parameter], "weight_decay": decay, "factor": factor})
+    groups = [group for group in groups if group["params"][0].requires_grad]
+    parameters = [group["params"][0] for group in groups]
     optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps)
     samples = Samples(config.data.path)
     learnt, _ = split(samples.count, config.data.eval_fraction, config.seed)
@@ -55,7 +68,7 @@ def _train(config: Config) -> SimpleNamespace:
         limit = float("inf") if settings.clip_norm is None else settings.clip_norm
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, limit)))
         for group in optimizer.param_groups:
-            group["lr"] = settings.lr_at(step, config.steps)
+            group["lr"] = group["factor"] * settings.lr_at(step, config.steps)
         optimizer.step()
         losses.append(float(loss.detach()))
     return SimpleNamespace(losses=losses, norms=norms, parameters=_stored(model))

@@ -82,7 +82,7 @@ def test_an_export_folder_in_use_is_refused_before_training(config, tmp_path, ca
 
 
 def test_a_failed_run_is_exit_code_1(config, monkeypatch, capsys):
-    def launch(_):
+    def launch(*_):
         raise RunFailed("rank 1 failed:\nTraceback")
 
     monkeypatch.setattr(cli, "launch", launch)
@@ -143,6 +143,7 @@ def test_a_signal_stops_after_the_step_and_leaves_no_process(config, tmp_path, w
         out, err = process.communicate(timeout=120)
         assert process.returncode == code, err
         assert "Run(stopped" in out
+        assert "checkpoint of step" in out and len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
         assert err.splitlines()[-1].startswith(
             "slidedp: interrupted after" if ending == signal.SIGINT else "slidedp: ended by SIGTERM after"
         )

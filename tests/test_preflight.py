@@ -50,16 +50,18 @@ def gpus(monkeypatch):
     monkeypatch.setattr("slidedp.preflight.free_gpu_bytes", lambda count: free[:count])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "reduced"), [("float32", None), ("bfloat16", None), ("bfloat16", "float32")]
+)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_buffers_are_exactly_as_said(layout, tied, dtype):
-    said = plan(config(LAYOUTS[layout], tied, compute_dtype=dtype))
-    kind = DTYPES[dtype]
+def test_buffers_are_exactly_as_said(layout, tied, dtype, reduced):
+    said = plan(config(LAYOUTS[layout], tied, compute_dtype=dtype, reduce_dtype=reduced))
+    kind, gradient = DTYPES[dtype], DTYPES[reduced or dtype]
     state = HostState(said.units, kind)
-    landing = Landing(LandingPlan(said.units, 2, said.config.layout, kind.itemsize), kind)
+    landing = Landing(LandingPlan(said.units, 2, said.config.layout, gradient.itemsize), gradient)
     device = Device("cpu", 0)
-    buffers = Buffers(device, said.units, said.config.layout, 2, kind)
+    buffers = Buffers(device, said.units, said.config.layout, 2, kind, gradient)
     stash = ActivationStash(device, said.config, 20, said.config.layout.activation_modes(5), kind)
     try:
         names = ("FP32 master weights", "exp_avg and exp_avg_sq", "BF16 working copy")

@@ -181,6 +181,8 @@ def test_awaiting_a_run_keeps_the_loop_live_and_stop_ends_it_evenly(folder, tmp_
         counts = run.log.ranks().groupby("rank")["step"].count()
         assert counts[0] == counts[1] == len(run.metrics()) == len(run.log.events("update")) >= 3
         run.export(tmp_path / "out")  # whole: no update is half done
+        (saved,) = run.log.events("checkpoint")
+        assert saved["step"] == counts[0] and run.save() == Path(saved["path"])
         run.stop()  # of a run that is over: nothing happens
         assert run.status == "stopped"
 

@@ -148,6 +148,19 @@ def _sum_lanes(landing, offset, lane_stride, lanes, out):
 
 
 @_parallel
+def _accumulate(landing, offset, lane_stride, lanes, total, first):
+    partial = np.empty(_blocks(total), np.float64)
+    for k in prange(partial.size):
+        t = _block(total, k)
+        new, sums = np.empty(_BLOCK, np.float32)[: t.size], np.empty(_SUM_LANES, np.float64)
+        _sum_block(landing, offset + k * _BLOCK, lane_stride, lanes, new)
+        for i in range(t.size):
+            t[i] = new[i] if first else t[i] + new[i]
+        partial[k] = _square_block(t, sums)
+    return _in_order(partial)
+
+
+@_parallel
 def _sum_of_squares(x):
     partial = np.empty(_blocks(x), np.float64)
     for k in prange(partial.size):
@@ -167,6 +180,16 @@ def sum_lanes(landing: np.ndarray, offset: int, lane_stride: int, lanes: int, ou
     _check(out, "out", landing.dtype)
     _check_lanes(landing, offset, lane_stride, lanes, out.size)
     return _sum_lanes(landing, int(offset), int(lane_stride), int(lanes), out)
+
+
+def accumulate(
+    landing: np.ndarray, offset: int, lane_stride: int, lanes: int, total: np.ndarray, first: bool
+) -> float:
+    """Add the ranks' gradients, as ``sum_lanes`` sums them in FP32, to FP32 ``total[n]``, or replace it
+    with them if they are the ``first``. Returns the sum of squares of the new total, in FP64."""
+    _check(total, "total", np.float32)
+    _check_lanes(landing, offset, lane_stride, lanes, total.size)
+    return _accumulate(landing, int(offset), int(lane_stride), int(lanes), total, bool(first))
 
 
 def sum_of_squares(x: np.ndarray) -> float:

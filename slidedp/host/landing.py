@@ -4,7 +4,7 @@
 have a single lane. `embed` and `head` have zones of their own; decoder layers have too, or share a ring.
 With the `in_forward` schedule gradients wait for the global norm, so every unit has a place: directly
 where they land (one lane), or in a store that the worker sums the lanes into. Units that are updated on
-the GPUs have no place here: their gradients stay there.
+the GPUs have no place here: their gradients stay there. Frozen units have none at all.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 from slidedp.config import Layout
 from slidedp.host.memory import PAGE, Handle, Segment
 from slidedp.host.state import unit_starts
-from slidedp.model.units import Unit, aligned
+from slidedp.model.units import Unit, aligned, frozen_units
 
 RING = 4
 """Layer zones of a lane: one being written, one complete, one being updated, one to spare."""
@@ -23,7 +23,7 @@ class LandingPlan:
     """The arithmetic of zones: all offsets are elements of the gradient dtype, on page boundaries."""
 
     def __init__(self, units: tuple[Unit, ...], ranks: int, layout: Layout, itemsize: int) -> None:
-        elsewhere = layout.updated_on_gpu(len(units) - 2)
+        elsewhere = layout.updated_on_gpu(len(units) - 2) | frozen_units(units)
         here = [unit.index not in elsewhere for unit in units]
         self.units, self.itemsize = units, itemsize
         self.lanes = ranks if layout.reduction == "cpu" else 1

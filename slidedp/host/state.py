@@ -11,7 +11,7 @@ import torch
 
 from slidedp.host import kernels
 from slidedp.host.memory import PAGE, Handle, Segment
-from slidedp.model.units import Unit, aligned
+from slidedp.model.units import Parameter, Unit, aligned
 
 
 class StateHandle(NamedTuple):
@@ -32,11 +32,16 @@ class UnitState(NamedTuple):
     """BF16 bits that ranks read; None with FP32 compute, where ranks read `master` itself."""
 
 
+def aligned_numel(unit: Unit) -> int:
+    """Elements of the unit in each array: pages of BF16, so pages of FP32 too."""
+    return aligned(unit.numel, PAGE // 2)
+
+
 def unit_starts(units: tuple[Unit, ...]) -> list[int]:
-    """First element of each unit, and the total: pages of BF16, so pages of FP32 too."""
+    """First element of each unit, and the total."""
     starts = [0]
     for unit in units:
-        starts.append(starts[-1] + aligned(unit.numel, PAGE // 2))
+        starts.append(starts[-1] + aligned_numel(unit))
     return starts
 
 
@@ -46,7 +51,10 @@ def state_bytes(units: tuple[Unit, ...], dtype: torch.dtype) -> int:
 
 
 class HostState:
-    """Master weights, exp_avg, exp_avg_sq (FP32) and, with BF16 compute, the BF16 working copy."""
+    """Master weights, exp_avg, exp_avg_sq (FP32) and, with BF16 compute, the BF16 working copy.
+
+    The moments of frozen units have addresses and no memory: nobody may read them.
+    """
 
     def __init__(self, units: tuple[Unit, ...], dtype: torch.dtype) -> None:
         total = unit_starts(units)[-1]
@@ -55,8 +63,10 @@ class HostState:
             sizes["working"] = 2 * total
         self._adopt(units, dtype, {name: Segment(size, name) for name, size in sizes.items()})
         try:
-            for segment in self._segments.values():
-                segment.touch()
+            for name, array in self._arrays.items():
+                for unit, start, stop in zip(units, self._starts, self._starts[1:], strict=False):
+                    if not (unit.frozen and name.startswith("exp_avg")):
+                        kernels.fill(array[start:stop], 0.0)  # first touched by all threads
         except BaseException:  # an interrupt: nobody else could close them
             self.close()
             raise
@@ -105,6 +115,11 @@ class HostState:
         state = self.unit(unit)
         master, exp_avg, exp_avg_sq = map(torch.from_numpy, (state.master, state.exp_avg, state.exp_avg_sq))
         return master, exp_avg, exp_avg_sq
+
+    def values(self, unit: Unit, parameter: Parameter, dtype: torch.dtype) -> torch.Tensor:
+        """The parameter in `dtype`; no copy where the state has it (a working copy is the rounded master)."""
+        buffer = self.delivered(unit) if dtype == self.dtype else torch.from_numpy(self.unit(unit).master)
+        return parameter.view(buffer).to(dtype)
 
     def refresh_working(self) -> None:
         """Makes the working copy from the master, after loading."""

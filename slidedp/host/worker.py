@@ -9,6 +9,7 @@ for step t+1 goes out when the first rank starts step t, a whole step early.
 import heapq
 import math
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,14 +18,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slidedp.config import DTYPES, TIMELINE_EVERY, Config, Layout
+from slidedp.checkpoint import Checkpointer, Progress, Saving
+from slidedp.config import TIMELINE_EVERY, Config, Layout
 from slidedp.host import kernels
+from slidedp.host.groups import segments
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.memory import Handle, anonymous_bytes
 from slidedp.host.messages import Begin, Coefficients, Consumed, Finished, Landed, Published, Started, Written
 from slidedp.host.process import die_with_parent, doing, reporting, show_signs_of_life
-from slidedp.host.state import HostState, StateHandle
-from slidedp.model.units import Unit, chunks
+from slidedp.host.state import HostState, StateHandle, unit_starts
+from slidedp.model.units import Unit, chunks, frozen_units
 
 
 class SetLayout(NamedTuple):
@@ -36,6 +39,16 @@ class SetLayout(NamedTuple):
 
 class Stop(NamedTuple):
     """Launcher to worker: end at the next step boundary."""
+
+    save: bool = True
+    """Whether the state is worth a checkpoint."""
+
+
+class Save(NamedTuple):
+    """Launcher to worker: write a checkpoint of the next step boundary."""
+
+    number: int
+    """Comes back in the event that tells its end."""
 
 
 class Profile(NamedTuple):
@@ -66,11 +79,15 @@ class OptimizerWorker:
         landing: Landing,
         ranks: list[Connection],
         report: Callable[[dict[str, Any]], None],
+        saving: Saving,
     ) -> None:
         self.config, self.state, self.ranks, self.report = config, state, ranks, report
-        self.step = 0
-        """The step whose gradients are being collected."""
-        self.updates = 0
+        self.checkpoints = Checkpointer(config.checkpoint, state, saving, report)
+        self.passes = config.gradient_accumulation
+        self.number = saving.start.step * self.passes
+        """The pass whose gradients are being collected; `passes` of them make a step. Messages to and from
+        ranks count passes: a version is published for each, and it is new after the last of a step."""
+        self.updates = saving.start.updates
         """Steps that changed the state (skipped ones did not): AdamW's step count."""
         self.finished = 0
         self._skipped_in_a_row = 0
@@ -80,25 +97,31 @@ class OptimizerWorker:
         self._profiled = range(0)
         self._started: dict[int, list[int]] = {}
         self._early: list[Landed | Written] = []  # of the next step
+        self._frozen = frozen_units(state.units)
+        self._segments = [segments(unit, config.optimizer) for unit in state.units]
+        self._starts = unit_starts(state.units)
+        self._total = np.empty(self._starts[-1] if self.passes > 1 else 0, np.float32)
+        """Gradients summed over passes."""
         kernels.set_threads(worker_threads(len(ranks)))
         self._use(layout, landing)
-        self._begin_step()
+        self._begin_pass()
 
     def _use(self, layout: Layout, landing: Landing) -> None:
         self.layout, self.landing = layout, landing
-        size = landing.plan.itemsize
+        size = self.state.dtype.itemsize
         self._chunks = [chunks(u, layout.chunk_bytes, size, len(self.ranks)) for u in self.state.units]
-        self._on_gpu = layout.updated_on_gpu(len(self.state.units) - 2)
+        self._on_gpu = layout.updated_on_gpu(len(self.state.units) - 2, self._frozen)
 
-    def _begin_step(self) -> None:
+    def _begin_pass(self) -> None:
         in_forward = self.layout.schedule == "in_forward"
-        counts = [len(parts) for parts in self._chunks]
+        counts = [0 if i in self._frozen else len(parts) for i, parts in enumerate(self._chunks)]
         self._arrivals: dict[tuple[int, int], list[float]] = {}
         self._to_land = [n if in_forward or i not in self._on_gpu else 0 for i, n in enumerate(counts)]
         self._to_update = [n if i not in self._on_gpu else len(self.ranks) for i, n in enumerate(counts)]
         self._sums: dict[tuple[int, int], float] = {}
         self._waiting: list[tuple[int, int, int]] = []
-        self._spans: list[tuple[str, float, float]] = []
+        if self.number % self.passes == 0:
+            self._spans: list[tuple[str, float, float]] = []
         self._norm, self._skipped, self._clip = math.nan, False, 1.0
         self._send_coefficients_in_backward()
         early, self._early = self._early, []
@@ -107,11 +130,17 @@ class OptimizerWorker:
 
     # --- what arrives ---------------------------------------------------------------------------
 
-    def command(self, command: SetLayout | Stop | Profile) -> None:
+    def command(self, command: SetLayout | Stop | Save | Profile) -> None:
         """A wish of the launcher, answered at the next step boundary. A stop is never overruled."""
+        if isinstance(command, Save):
+            self.checkpoints.request(command.number)
+            return
         if isinstance(command, Profile):
             self._profile = command
-        elif not isinstance(self._command, Stop):
+            return
+        if isinstance(command, Stop) and not command.save:
+            self.checkpoints.disable()
+        if not isinstance(self._command, Stop):
             self._command = command
 
     def handle(self, message: Started | Landed | Written | Finished) -> None:
@@ -119,7 +148,7 @@ class OptimizerWorker:
             self._start(message)
         elif isinstance(message, Finished):
             self.finished += 1
-        elif message.step == self.step + 1:
+        elif message.step == self.number + 1:
             # A rank may be a step ahead while another still writes back what its GPU has updated.
             self._early.append(message)
         elif isinstance(message, Landed):
@@ -130,7 +159,8 @@ class OptimizerWorker:
     def _start(self, message: Started) -> None:
         counts = self._started.setdefault(message.step, [])
         counts.append(message.targets)
-        if len(counts) == 1 and not isinstance(self._command, SetLayout):
+        between = (message.step + 1) % self.passes == 0  # a command waits for the end of the step
+        if len(counts) == 1 and not (between and isinstance(self._command, SetLayout)):
             self._send_begin(message.step + 1)
             self._answered = message.step + 1
         elif len(counts) == 1:
@@ -139,7 +169,7 @@ class OptimizerWorker:
 
     def _send_coefficients_in_backward(self) -> None:
         """Without a norm to wait for, all that GPU updates need is how many targets the ranks have."""
-        complete = len(self._started.get(self.step, ())) == len(self.ranks)
+        complete = len(self._started.get(self.number, ())) == len(self.ranks)
         if complete and self.layout.schedule == "in_backward":
             self._send_coefficients()
 
@@ -154,13 +184,27 @@ class OptimizerWorker:
         start, stop = self._chunks[message.unit][message.chunk]
         plan = self.landing.plan
         self._to_land[unit.index] -= 1
+        if self.passes > 1:
+            total = self._starts[unit.index]
+            with self._working_on(unit):
+                self._sums[key] = kernels.accumulate(
+                    self.landing.array,
+                    plan.zone(unit) + start,
+                    plan.lane_stride,
+                    plan.lanes,
+                    self._total[total + start : total + stop],
+                    first=self.number % self.passes == 0,
+                )
+            if not self._last_pass:
+                self._count_update(unit.index)
+                return
         if self.layout.schedule == "in_backward":
             # With room for all gradients, first what the next forward needs first: then the worker is
             # busy in both passes and the forward waits least. In a ring, first come first served.
             turn = unit.index if plan.whole else -unit.index
             heapq.heappush(self._waiting, (turn, message.chunk, unit.index))
             return
-        if plan.stored:
+        if plan.stored and self.passes == 1:
             store = plan.store(unit)
             with self._working_on(unit):
                 self._sums[key] = kernels.sum_lanes(
@@ -170,10 +214,10 @@ class OptimizerWorker:
                     plan.lanes,
                     self.landing.array[store + start : store + stop],
                 )
-        else:
+        elif self.passes == 1:
             self._sums[key] = math.fsum(sums)
         if self._to_land[unit.index] == 0 and plan.stored:
-            self._send(Consumed(unit.index, self.step))
+            self._send(Consumed(unit.index, self.number))
         if not any(self._to_land):
             self._clip_and_update()
 
@@ -186,7 +230,7 @@ class OptimizerWorker:
         self._clip = min(1.0, limit / (self._norm + 1e-6)) if limit is not None else 1.0
         self._send_coefficients()
         for unit in self.state.units:
-            if unit.index in self._on_gpu:
+            if unit.index in self._on_gpu or unit.frozen:
                 continue
             if self._skipped:
                 self._to_update[unit.index] = 1
@@ -196,13 +240,15 @@ class OptimizerWorker:
 
     def _send_coefficients(self) -> None:
         if self._on_gpu:
+            for index in sorted(self._on_gpu):  # the ranks write these from now on
+                self.checkpoints.before_update(self.state.units[index])
             scale = None if self._skipped else self._denominator_scale() * self._clip
             self._send(Coefficients(self.step, scale, self._lr(), self.updates + 1))
 
     def _expect(self, message: Landed) -> None:
         """Counting a chunk of another step, or one too many, would end in a wait without end."""
         arrived = len(self._arrivals.get((message.unit, message.chunk), ()))
-        if message.step != self.step or arrived >= len(self.ranks):
+        if message.step != self.number or arrived >= len(self.ranks):
             raise RuntimeError(
                 f"{message} arrived while the gradients of step {self.step} are collected, of which "
                 f"{arrived} of {len(self.ranks)} ranks have landed this chunk: a gate is broken"
@@ -219,8 +265,11 @@ class OptimizerWorker:
         unit, plan = self.state.units[index], self.landing.plan
         start, stop = self._chunks[index][chunk]
         zone, lanes = (plan.store(unit), 1) if plan.stored else (plan.zone(unit), plan.lanes)
+        gradients = self.landing.array
+        if self.passes > 1:
+            zone, lanes, gradients = self._starts[index], 1, self._total
         with self._working_on(unit):
-            self._update(unit, start, stop, zone, lanes, self._clip)
+            self._update(unit, start, stop, gradients, zone, lanes, self._clip)
         self._count_update(index)
 
     # --- what follows ---------------------------------------------------------------------------
@@ -231,9 +280,24 @@ class OptimizerWorker:
             raise RuntimeError(f"{self.state.units[index].name} is updated twice in step {self.step}")
         self._to_update[index] -= 1
         if self._to_update[index] == 0:
-            self._send(Published(index, self.step + 1))
+            self._send(Published(index, self.number + 1))
             if not any(self._to_update):
-                self._complete_step()
+                if self._last_pass:
+                    self._complete_step()
+                self.number += 1
+                if self.number % self.passes == 0:
+                    # Before anything of the next step: GPU updates `in_backward` may begin with it.
+                    self.checkpoints.boundary(self.progress, self._update_order())
+                self._begin_pass()
+
+    @property
+    def step(self) -> int:
+        return self.number // self.passes
+
+    @property
+    def _last_pass(self) -> bool:
+        """Whether the step's update follows from this pass."""
+        return self.number % self.passes == self.passes - 1
 
     def _complete_step(self) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if self._skipped else 0
@@ -254,11 +318,20 @@ class OptimizerWorker:
         if self._skipped_in_a_row == MAX_SKIPPED:
             self._give_up(self._first_not_finite())
         self.updates += not self._skipped
-        del self._started[self.step]
-        if self._answered == self.step and self.step + 1 < self.config.steps:
+        self._started = {number: t for number, t in self._started.items() if number > self.number}
+        if self._answered == self.number and self.step + 1 < self.config.steps:
             self._switch_layout()
-        self.step += 1
-        self._begin_step()
+
+    def _update_order(self) -> list[Unit]:
+        """The units in the order in which the next step may change them."""
+        forward = self.layout.schedule == "in_forward"
+        key = {unit.index: unit.index if forward else -unit.index for unit in self.state.units}
+        return sorted(self.state.units, key=lambda unit: (unit.index not in self._on_gpu, key[unit.index]))
+
+    @property
+    def progress(self) -> Progress:
+        """Where the run stands; between two steps every unit is at this version."""
+        return Progress(self.step, self.updates)
 
     def _first_not_finite(self) -> str:
         """The unit whose gradient was not finite first: backward goes from the last to the first, and
@@ -280,40 +353,50 @@ class OptimizerWorker:
         command = self._command
         if isinstance(command, SetLayout):
             self._command = None
-            dtype = DTYPES[str(self.config.compute_dtype)]
+            dtype = self.config.gradient_dtype
             plan = LandingPlan(self.state.units, len(self.ranks), command.layout, self.landing.plan.itemsize)
             self.landing.close()
             self._use(command.layout, Landing(plan, dtype, command.landing))
-            self._send_begin(self.step + 1, command)
+            self._send_begin(self.number + 1, command)
         else:
-            self._send_begin(self.step + 1)
+            self._send_begin(self.number + 1)
 
-    def _send_begin(self, step: int, switch: SetLayout | None = None) -> None:
+    def _send_begin(self, number: int, switch: SetLayout | None = None) -> None:
+        if number % self.passes:  # within a step
+            self._send(Begin(number))
+            return
         layout, landing = switch or (None, None)
-        record = 0
+        record, step = 0, number // self.passes
         if self._profile is not None and step >= self._profile.start:
             record, self._profile = self._profile.steps, None
             self._profiled = range(step, step + record)
-        self._send(Begin(step, isinstance(self._command, Stop), layout, landing, record))
+        self._send(Begin(number, isinstance(self._command, Stop), layout, landing, record))
 
     def _denominator_scale(self) -> float:
         """Ranks differentiate the summed loss divided by their own token count (a constant);
         this turns it into the mean over the targets of all ranks."""
-        nominal = self.config.batch_size // len(self.ranks) * self.config.sequence_length
-        return nominal / max(1, sum(self._started[self.step]))
+        nominal = self.config.micro_batch_size // len(self.ranks) * self.config.sequence_length
+        return nominal / max(1, sum(sum(t) for n, t in self._started.items() if n <= self.number))
 
     def _lr(self) -> float:
         return self.config.optimizer.lr_at(self.step, self.config.steps)
 
-    def _update(self, unit: Unit, start: int, stop: int, zone: int, lanes: int, coefficient: float) -> None:
+    def _update(
+        self,
+        unit: Unit,
+        start: int,
+        stop: int,
+        gradients: np.ndarray,
+        zone: int,
+        lanes: int,
+        coefficient: float,
+    ) -> None:
         """AdamW on elements [start, stop) of a unit, whose gradient's lane 0 starts at `zone`."""
+        self.checkpoints.before_update(unit)
         settings = self.config.optimizer
         state = self.state.unit(unit)
-        parts = (
-            (start, min(stop, unit.decayed), settings.weight_decay),
-            (max(start, unit.decayed), stop, 0.0),
-        )
-        for first, last, decay in parts:
+        for segment in self._segments[unit.index]:
+            first, last, lr_factor, weight_decay = segment.within(start, stop)
             if first >= last:
                 continue
 
@@ -325,16 +408,16 @@ class OptimizerWorker:
                 part(state.exp_avg),
                 part(state.exp_avg_sq),
                 None if state.working is None else part(state.working),
-                self.landing.array,
+                gradients,
                 zone + first,
                 self.landing.plan.lane_stride,
                 lanes,
                 grad_scale=self._denominator_scale() * coefficient,
-                lr=self._lr(),
+                lr=self._lr() * lr_factor,
                 beta1=settings.betas[0],
                 beta2=settings.betas[1],
                 eps=settings.eps,
-                weight_decay=decay,
+                weight_decay=weight_decay,
                 step=self.updates + 1,
             )
 
@@ -355,14 +438,22 @@ def run_worker(
     config: Config,
     state: StateHandle,
     landing: Handle,
+    saving: Saving,
     ranks: list[Connection],
     launcher: Connection,
 ) -> None:
     """Serves the ranks until each has finished; returns when the last update is published."""
     host = HostState.open(state)
-    dtype = host.dtype
+    dtype = config.gradient_dtype
     plan = LandingPlan(host.units, len(ranks), config.layout, dtype.itemsize)
-    worker = OptimizerWorker(config, host, config.layout, Landing(plan, dtype, landing), ranks, launcher.send)
+    sending = threading.Lock()  # a checkpoint's thread reports too
+
+    def report(event: dict[str, Any]) -> None:
+        with sending:
+            launcher.send(event)
+
+    landed = Landing(plan, dtype, landing)
+    worker = OptimizerWorker(config, host, config.layout, landed, ranks, report, saving)
     launcher.send({"kind": "ready"})
     sources = [*ranks, launcher]
     while worker.finished < len(ranks) or worker.waiting:
@@ -382,12 +473,14 @@ def run_worker(
                 worker.handle(message)
         if worker.waiting and not ready:
             worker.update_one()
+    worker.checkpoints.finish(worker.progress, stopped=worker.step < config.steps)
 
 
 def main(
     config: Config,
     state: StateHandle,
     landing: Handle,
+    saving: Saving,
     ranks: list[Connection],
     launcher: Connection,
     signs: Connection,
@@ -399,4 +492,4 @@ def main(
     # that the ranks need.
     os.environ["OMP_WAIT_POLICY"] = "passive"
     with reporting("the optimizer worker", launcher):
-        run_worker(config, state, landing, ranks, launcher)
+        run_worker(config, state, landing, saving, ranks, launcher)

@@ -1,10 +1,11 @@
-"""The model as a Hugging Face folder, written from the host state without a second copy of it."""
+"""The model as a Hugging Face folder, written from the host state or a checkpoint without a copy of it."""
 
 import copy
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors.torch import save_file
@@ -13,7 +14,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from slidedp.config import DTYPES
 from slidedp.errors import ConfigError
-from slidedp.host.state import HostState
 from slidedp.model.load import INDEX, WEIGHTS
 from slidedp.model.units import Parameter, Unit
 
@@ -22,8 +22,17 @@ SHARD_BYTES = 2 * 2**30
 has a file of its own."""
 
 
+class Weights(Protocol):
+    """What can be exported: the host state, or the weights of a checkpoint."""
+
+    units: tuple[Unit, ...]
+
+    def values(self, unit: Unit, parameter: Parameter, dtype: torch.dtype) -> torch.Tensor:
+        """The parameter in `dtype`."""
+
+
 def export(
-    state: HostState,
+    weights: Weights,
     config: PretrainedConfig,
     folder: str | Path,
     *,
@@ -44,10 +53,8 @@ def export(
     shutil.rmtree(partial, ignore_errors=True)  # of an export that was killed
     partial.mkdir(parents=True)
     try:
-        _write_weights(state, DTYPES[dtype], partial)
-        _write_configs(config, dtype, partial)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(partial)
+        _write_weights(weights, DTYPES[dtype], partial)
+        write_assets(config, dtype, tokenizer, partial)
         for file in partial.glob("*.safetensors"):  # which are written readable by their owner alone
             shutil.copymode(partial / "config.json", file)
         partial.rename(folder)
@@ -57,29 +64,34 @@ def export(
     return folder
 
 
-def _write_weights(state: HostState, dtype: torch.dtype, folder: Path) -> None:
-    shards = list(_shards(state.units, dtype.itemsize))
+def write_assets(
+    config: PretrainedConfig, dtype: str, tokenizer: PreTrainedTokenizerBase | None, folder: Path
+) -> None:
+    """Writes all of a Hugging Face folder but the weights, which will be in `dtype`."""
+    saved = copy.deepcopy(config)
+    saved.dtype = DTYPES[dtype]
+    saved.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    saved.save_pretrained(folder)
+    # Not save_pretrained, which refuses the contradictory settings that some hub models ship.
+    _generation_config(config).to_json_file(folder / "generation_config.json")
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _write_weights(weights: Weights, dtype: torch.dtype, folder: Path) -> None:
+    shards = list(_shards(weights.units, dtype.itemsize))
     names = [WEIGHTS]
     if len(shards) > 1:
         names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
     weight_map: dict[str, str] = {}
     for name, shard in zip(names, shards, strict=True):
-        tensors = {
-            parameter.name: parameter.view(_buffer(state, unit, dtype)).to(dtype) for unit, parameter in shard
-        }
+        tensors = {parameter.name: weights.values(unit, parameter, dtype) for unit, parameter in shard}
         save_file(tensors, folder / name, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(tensors, name)
     if len(shards) > 1:
-        total = sum(unit.parameter_count for unit in state.units) * dtype.itemsize
+        total = sum(unit.parameter_count for unit in weights.units) * dtype.itemsize
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _buffer(state: HostState, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
-    """The unit in `dtype` where the state has it (a working copy is the rounded master), or FP32."""
-    if dtype == state.dtype:
-        return state.delivered(unit)
-    return torch.from_numpy(state.unit(unit).master)
 
 
 def _shards(units: tuple[Unit, ...], itemsize: int) -> Iterator[list[tuple[Unit, Parameter]]]:
@@ -95,15 +107,6 @@ def _shards(units: tuple[Unit, ...], itemsize: int) -> Iterator[list[tuple[Unit,
             shard.append((unit, parameter))
             size += nbytes
     yield shard
-
-
-def _write_configs(config: PretrainedConfig, dtype: str, folder: Path) -> None:
-    saved = copy.deepcopy(config)
-    saved.dtype = DTYPES[dtype]
-    saved.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    saved.save_pretrained(folder)
-    # Not save_pretrained, which refuses the contradictory settings that some hub models ship.
-    _generation_config(config).to_json_file(folder / "generation_config.json")
 
 
 def _generation_config(config: PretrainedConfig) -> GenerationConfig:

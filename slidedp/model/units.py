@@ -5,7 +5,8 @@ embeddings the matrix belongs to `embed`, and `head` is the final norm alone: on
 updated once.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
 
@@ -53,6 +54,8 @@ class Unit:
     views: tuple[Parameter, ...] = ()
     """The same elements as the template computes with them. They are the parameters, but the experts of
     a mixture, which a checkpoint stores one by one, are one tensor of three dimensions."""
+    frozen: bool = False
+    """Not trained: no gradients, no moments, one version for ever."""
 
     @property
     def parameter_count(self) -> int:
@@ -92,8 +95,9 @@ def _stored(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...
     return [(f"{stem}.{expert}.{k}.weight", part) for expert in range(experts) for k in kinds]
 
 
-def units_of(model: Any) -> tuple[Unit, ...]:
-    """The units of a causal language model (it may be on the meta device)."""
+def units_of(model: Any, freeze: tuple[str, ...] = ()) -> tuple[Unit, ...]:
+    """The units of a causal language model (it may be on the meta device); those whose names match a
+    pattern of `freeze` are frozen."""
 
     def tensors(prefix: str, module: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
         return {n: (f"{prefix}.{n}", tuple(p.shape)) for n, p in module.named_parameters()}
@@ -106,7 +110,14 @@ def units_of(model: Any) -> tuple[Unit, ...]:
     tied = model.lm_head.weight is body.embed_tokens.weight
     head = {} if tied else {"lm_head.weight": ("lm_head.weight", tuple(model.lm_head.weight.shape))}
     units.append(_unit(len(units), "head", head | norm))
-    return tuple(units)
+    return tuple(
+        replace(unit, frozen=any(fnmatchcase(unit.name, pattern) for pattern in freeze)) for unit in units
+    )
+
+
+def frozen_units(units: tuple[Unit, ...]) -> frozenset[int]:
+    """Indices of the frozen units."""
+    return frozenset(unit.index for unit in units if unit.frozen)
 
 
 def chunks(unit: Unit, chunk_bytes: int, itemsize: int, ranks: int) -> list[tuple[int, int]]:

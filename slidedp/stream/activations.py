@@ -23,13 +23,15 @@ class Activations(Protocol):
     def backward(
         self, layer: LayerCall, parameters: Parameters, gradient: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Gradients of (hidden, *parameters) from the gradient of the output; forgets the rest."""
+        """Gradients of (hidden, *parameters) from the gradient of the output; forgets the rest. Parameters
+        that require no gradient are left out."""
 
 
 def _gradients(
     output: torch.Tensor, hidden: torch.Tensor, parameters: Parameters, gradient: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    return torch.autograd.grad(output, [hidden, *parameters.values()], gradient)
+    trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
+    return torch.autograd.grad(output, [hidden, *trained], gradient)
 
 
 class Keep:

@@ -26,7 +26,7 @@ def adamw_update(
     step: int,
 ) -> None:
     """One step on n parameters: `master`, `exp_avg` and `exp_avg_sq`, FP32 [n], change in place; `out`
-    [n] receives the new master in the compute dtype. `gradient` [n] is in the compute dtype, and is
+    [n] receives the new master in the compute dtype. `gradient` [n], BF16 or FP32, is
     multiplied by `grad_scale`. `step` counts from 1."""
     if master.is_cuda:
         from slidedp.stream import triton_kernels  # Triton comes with torch where there is a GPU

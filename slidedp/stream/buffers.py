@@ -18,16 +18,17 @@ class Slot:
         self.memory = self._buffer.data
         self.free: Signal | None = None
         """Fired when the present content is not needed any more; None in a fresh slot."""
-        self._views: dict[int, dict[str, torch.Tensor]] = {}
+        self._views: dict[tuple[int, bool], dict[str, torch.Tensor]] = {}
 
     def parameters(self, unit: Unit, structure: int) -> dict[str, torch.Tensor]:
         """The unit's tensors by local name, as leaf views; one set for each `structure` (layers
-        are all alike)."""
-        if structure not in self._views:
-            self._views[structure] = {
-                p.local: p.view(self._buffer).detach().requires_grad_() for p in unit.views
+        are all alike). Those of a frozen unit require no gradient."""
+        key = structure, unit.frozen
+        if key not in self._views:
+            self._views[key] = {
+                p.local: p.view(self._buffer).detach().requires_grad_(not unit.frozen) for p in unit.views
             }
-        return self._views[structure]
+        return self._views[key]
 
 
 class GradientBuffer:
@@ -47,20 +48,26 @@ class Buffers:
     """
 
     def __init__(
-        self, device: Device, units: tuple[Unit, ...], layout: Layout, ranks: int, dtype: torch.dtype
+        self,
+        device: Device,
+        units: tuple[Unit, ...],
+        layout: Layout,
+        ranks: int,
+        dtype: torch.dtype,
+        gradient_dtype: torch.dtype,
     ) -> None:
         shapes = buffer_numels(units, layout, ranks)
         self.last = len(units) - 1
         self._tied = "tied_head" in shapes
         self._slots = [Slot(device, n, dtype) for n in shapes["slots"]]
-        self._gradients = [GradientBuffer(device, n, dtype) for n in shapes["gradients"]]
+        self._gradients = [GradientBuffer(device, n, gradient_dtype) for n in shapes["gradients"]]
         edge, head = shapes["edge"][0], shapes.get("tied_head", [0])[0]
         self._edge_slot, self._edge_gradient = (
             Slot(device, edge, dtype),
-            GradientBuffer(device, edge, dtype),
+            GradientBuffer(device, edge, gradient_dtype),
         )
         self._head_slot, self._head_gradient = (
-            (Slot(device, head, dtype), GradientBuffer(device, head, dtype))
+            (Slot(device, head, dtype), GradientBuffer(device, head, gradient_dtype))
             if self._tied
             else (self._edge_slot, self._edge_gradient)
         )

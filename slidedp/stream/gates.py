@@ -1,5 +1,6 @@
 """The rank's view of the optimizer worker: which versions are published, what may be overwritten."""
 
+import sys
 import threading
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -15,10 +16,19 @@ class PeerLost(Exception):
 class Gates:
     """Version gates of all units, fed by a thread that reads the worker's pipe."""
 
-    def __init__(self, worker: Connection, units: int, abort: Abort) -> None:
+    def __init__(
+        self,
+        worker: Connection,
+        units: int,
+        abort: Abort,
+        start: int = 0,
+        frozen: frozenset[int] = frozenset(),
+    ) -> None:
+        """`start`: the version of all units now, which is the first step's number. The indices in `frozen`
+        have every version already."""
         self._worker, self._abort = worker, abort
-        self._published = [0] * units
-        self._consumed = [-1] * units  # the step whose gradient was last taken from the landing zone
+        self._published = [sys.maxsize if index in frozen else start for index in range(units)]
+        self._consumed = [start - 1] * units  # the step whose gradient was last taken from the landing zone
         self._begins: dict[int, Begin] = {}
         self._coefficients: Coefficients | None = None
         self._changed = threading.Condition()

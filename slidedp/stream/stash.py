@@ -32,7 +32,7 @@ class _Ring:
 
 def stash_numel(config: Config, width: int) -> int:
     """Elements of one layer's input on one rank, rounded up to pages."""
-    tokens = config.batch_size // int(config.ranks or 1) * config.sequence_length
+    tokens = config.micro_batch_size // int(config.ranks or 1) * config.sequence_length
     return aligned(tokens * width, PAGE // 2)
 
 
@@ -43,7 +43,7 @@ class ActivationStash:
         self, device: Device, config: Config, width: int, modes: tuple[str, ...], dtype: torch.dtype
     ) -> None:
         self._device = device
-        per_rank = config.batch_size // int(config.ranks or 1)
+        per_rank = config.micro_batch_size // int(config.ranks or 1)
         self._shape = (per_rank, config.sequence_length, width)
         layers = [i + 1 for i, mode in enumerate(modes) if mode == "offload"]
         self._host: dict[int, torch.Tensor] = {}

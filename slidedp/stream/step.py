@@ -85,7 +85,7 @@ class Engine:
         layers = len(self.units) - 2
         self.visits = Visits(layers)
         self.modes = layout.activation_modes(layers)
-        self.buffers = Buffers(device, self.units, layout, self.ranks, self.dtype)
+        self.buffers = Buffers(device, self.units, layout, self.ranks, self.dtype, config.gradient_dtype)
         self.updates = ShardUpdate(
             device, config, layout, self.buffers, state, gates, rank, self.ranks, abort
         )
@@ -94,7 +94,7 @@ class Engine:
         )
         # A token's share of the mean: constant, so that no rank waits for the others' counts. The
         # worker rescales by the true global count of targets.
-        tokens = config.batch_size // self.ranks * config.sequence_length
+        tokens = config.micro_batch_size // self.ranks * config.sequence_length
         self._scale = 1.0 / tokens
         partial = functions.partial(layout.partial_budget)
         self._calls = {
@@ -170,7 +170,8 @@ class Engine:
             parameters = self.buffers.parameters(unit)
             with _Visit(self, step, unit, self.visits.backward(unit.index), "backward"):
                 gradient, *rest = activation.backward(self._calls[unit.index], parameters, gradient)
-            self._submit(step, unit, dict(zip(parameters, rest, strict=True)))
+            if not unit.frozen:
+                self._submit(step, unit, dict(zip(parameters, rest, strict=True)))
         self._embed_backward(step, embed, input_ids, gradient, tied_gradient)
         loss = self.device.take(loss)
         timeline.close()
@@ -218,7 +219,7 @@ class Engine:
             parameters = self.buffers.parameters(head)
             matrix = self.buffers.parameters(self.units[0])["weight"] if self.tied else None
             weight = (parameters["lm_head.weight"] if matrix is None else matrix).detach()
-            norm = parameters["norm.weight"]
+            norm = parameters["norm.weight"].detach().requires_grad_()  # if it is frozen too
             hidden = hidden.detach().requires_grad_()
             with torch.enable_grad():
                 normed = self.functions.norm(norm, hidden)
@@ -235,7 +236,8 @@ class Engine:
         gradients = {"norm.weight": norm_gradient}
         if not self.tied:
             gradients["lm_head.weight"] = weight_gradient
-        self._submit(step, head, gradients)
+        if not head.frozen:
+            self._submit(step, head, gradients)
         return loss, gradient, weight_gradient if self.tied else None
 
     def _embed_backward(
@@ -246,6 +248,8 @@ class Engine:
         gradient: torch.Tensor,
         tied_gradient: torch.Tensor | None,
     ) -> None:
+        if embed.frozen:
+            return
         rows = embed.parameters[0].shape[0]
         # The sorting kernel behind this is deterministic, unlike an atomic index_add.
         total = torch.ops.aten.embedding_dense_backward(
@@ -284,6 +288,8 @@ class Engine:
         forward = evaluation(len(self.units) - 2, self.tied)
         while (step := self._steps.get()) is not None:
             for transfer in program if step.learns else forward:
+                if isinstance(transfer, Reduce) and self.units[transfer.unit].frozen:
+                    continue
                 if isinstance(transfer, Load):
                     self.updates.begin()
                     continue

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from slidedp.config import Config, Layout
+from slidedp.host.groups import segments
 from slidedp.host.messages import Coefficients
 from slidedp.host.state import HostState
-from slidedp.model.units import Unit, chunks, padded_numel, shard
+from slidedp.model.units import Unit, chunks, frozen_units, padded_numel, shard
 from slidedp.stream.adamw import adamw_update
 from slidedp.stream.buffers import Buffers
 from slidedp.stream.device import Abort, Device, Signal, on
@@ -37,7 +38,7 @@ class _Entry:
 
 def update_numels(units: tuple[Unit, ...], layout: Layout, ranks: int, itemsize: int) -> tuple[int, int]:
     """(elements of all ring buffers, elements of the waiting gradients) on one rank."""
-    here = [units[i] for i in layout.updated_on_gpu(len(units) - 2)]
+    here = [units[i] for i in layout.updated_on_gpu(len(units) - 2, frozen_units(units))]
     pieces = [stop - start for u in here for start, stop in chunks(u, layout.chunk_bytes, itemsize, ranks)]
     share = max((shard(0, piece, 0, ranks)[1] for piece in pieces), default=0)
     return min(layout.update_slots, len(pieces)) * share, sum(padded_numel(u, ranks) // ranks for u in here)
@@ -62,14 +63,16 @@ class ShardUpdate:
         self._device, self._optimizer, self._buffers = device, config.optimizer, buffers
         self._state, self._gates, self._abort = state, gates, abort
         self._rank, self._ranks = rank, ranks
-        self.indices = layout.updated_on_gpu(len(state.units) - 2)
+        self.indices = layout.updated_on_gpu(len(state.units) - 2, frozen_units(state.units))
         self._in_slot = range(min(layout.window, len(state.units) - 2) + 1)
         order = sorted(self.indices, reverse=layout.schedule == "in_backward")
         itemsize = state.dtype.itemsize
         self._chunks = {i: chunks(state.units[i], layout.chunk_bytes, itemsize, ranks) for i in order}
         self._gradients = {
-            i: device.zeros(padded_numel(state.units[i], ranks) // ranks, state.dtype) for i in order
+            i: device.zeros(padded_numel(state.units[i], ranks) // ranks, config.gradient_dtype)
+            for i in order
         }
+        self._segments = {i: segments(state.units[i], config.optimizer) for i in order}
         self._sequence = [(state.units[i], *chunk) for i in order for chunk in self._chunks[i]]
         entries = min(layout.update_slots, len(self._sequence))
         numel = update_numels(state.units, layout, ranks, itemsize)[0] // max(1, entries)
@@ -172,16 +175,16 @@ class ShardUpdate:
     ) -> None:
         """AdamW on elements [first, last) of the unit: master, exp_avg, exp_avg_sq, out, gradient."""
         settings = self._optimizer
-        cut = min(max(unit.decayed, first), last) - first
-        for part, decay in ((slice(0, cut), settings.weight_decay), (slice(cut, last - first), 0.0)):
-            if part.start < part.stop:
+        for segment in self._segments[unit.index]:
+            start, stop, lr_factor, weight_decay = segment.within(first, last)
+            if start < stop:
                 adamw_update(
-                    *(tensor[part] for tensor in tensors),
+                    *(tensor[start - first : stop - first] for tensor in tensors),
                     grad_scale=grad_scale,
-                    lr=coefficients.lr,
+                    lr=coefficients.lr * lr_factor,
                     betas=settings.betas,
                     eps=settings.eps,
-                    weight_decay=decay,
+                    weight_decay=weight_decay,
                     step=coefficients.update,
                 )
 

@@ -75,6 +75,7 @@ def test_in_backward_a_loss_that_is_no_number_stops_the_run_at_once(tmp_path):
     )
     with nothing_left(), launch(settings) as run, pytest.raises(RunFailed, match="the state is spoiled"):
         run.wait(DEADLINE)
+    assert not (tmp_path / "run" / "checkpoints").exists()
 
 
 # --- the loss -------------------------------------------------------------------------------------

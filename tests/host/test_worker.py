@@ -3,10 +3,12 @@
 import math
 import threading
 from multiprocessing import Pipe
+from pathlib import Path
 
 import pytest
 import torch
 
+from slidedp.checkpoint import Progress, Saving
 from slidedp.config import Config, Data, Layout, Optimizer
 from slidedp.host import worker as worker_module
 from slidedp.host.landing import Landing, LandingPlan
@@ -16,6 +18,7 @@ from slidedp.host.worker import OptimizerWorker, Profile, SetLayout, Stop, run_w
 from slidedp.model.units import Parameter, Unit, chunks
 
 RANKS = 2
+SAVING = Saving(Path("none"), Path("none"), {}, Progress())
 # unit -> (matrix elements, norm elements)
 SIZES = [(2000, 0), (1500, 70), (1500, 70), (0, 100)]
 
@@ -36,7 +39,7 @@ def make_units(sizes):
 class Bench:
     """A worker, the rank ends of its pipes, and the ranks' gradients."""
 
-    def __init__(self, layout, *, dtype="float32", ranks=RANKS, sizes=SIZES, **settings):
+    def __init__(self, layout, *, dtype="float32", ranks=RANKS, sizes=SIZES, saving=SAVING, **settings):
         self.units = make_units(sizes)
         optimizer = Optimizer(**{"lr": 0.01, "clip_norm": None, **settings})
         self.config = Config(
@@ -64,7 +67,7 @@ class Bench:
         self.reports = []
         ends = [theirs for _, theirs in pipes]
         self.worker = OptimizerWorker(
-            self.config, self.state, layout, self.landing, ends, self.reports.append
+            self.config, self.state, layout, self.landing, ends, self.reports.append, saving
         )
 
     def new_landing(self, layout):
@@ -498,7 +501,7 @@ def test_run_worker_ends_when_every_rank_has_finished(bench):
     launcher, theirs = Pipe()
     thread = threading.Thread(
         target=run_worker,
-        args=(made.config, made.state.handle, made.landing.handle, [t for _, t in pipes], theirs),
+        args=(made.config, made.state.handle, made.landing.handle, SAVING, [t for _, t in pipes], theirs),
         daemon=True,
     )
     thread.start()

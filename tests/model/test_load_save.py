@@ -179,7 +179,7 @@ def test_export_writes_whole_folders_only(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(save, "_write_configs", fail)
+    monkeypatch.setattr(save, "write_assets", fail)
     with pytest.raises(OSError, match="No space"):
         export(state, config, tmp_path / "other")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from slidedp import checkpoint
 from slidedp.host.messages import Written
 from slidedp.host.worker import OptimizerWorker
 from slidedp.model.units import shard
@@ -238,6 +239,8 @@ PATCHES: dict[str, tuple[Any, Any, str, Wrap]] = {
     "no wait for gradient": ("all", Step, "signal", _never_waiting("gradient", "slidedp-transfer")),
     "no wait for outgoing ring": ("all", ActivationStash, "hold", _without_free_ring),
     "no wait for stashed": ("all", Step, "signal", _never_waiting("stashed", "slidedp-transfer")),
+    "slow checkpoint": (None, checkpoint, "_write_shard", _pausing()),
+    "no wait for checkpoint": (None, checkpoint.Snapshot, "wait", _at_once),
     "nan in rank 1": (1, Engine, "_submit", _spoiled),
     "mean of means": (None, OptimizerWorker, "_denominator_scale", _mean_of_means),
 }
