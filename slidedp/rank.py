@@ -219,7 +219,7 @@ def model_functions(
         norm=norm_function(model),
         softmax=torch.compile(softmax, dynamic=False) if config.compile else softmax,
         positions=Positions(cos, sin),
-        within_documents=partial(within_documents, Positions(cos, sin), attention == VARLEN),
+        within_documents=partial(within_documents, Positions(cos, sin), attention == VARLEN, device.bring),
         padding_index=-1 if padding is None else padding,
     )
 

@@ -105,7 +105,14 @@ def _write_tokens(
     """Appends all documents to the files; returns the end of each, and whether all are text."""
     ends, total, all_text, before, repeated = array("q"), 0, True, "", 0
     source = open_source(data)
-    bar = {"unit": source.unit, "unit_scale": True, "delay": 2, "leave": False, "desc": "tokenising"}
+    bar = {
+        "unit": source.unit,
+        "unit_scale": True,
+        "delay": 2,
+        "mininterval": 1,
+        "leave": False,
+        "desc": "tokenising",
+    }
     with tqdm(total=source.total, **bar) as progress:
         for batch, share in encode(source.documents, tokenizer):
             for document in batch:

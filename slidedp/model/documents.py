@@ -6,6 +6,7 @@ ends, which leave out what the mask would only hide.
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,11 +40,16 @@ def has_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and fast and head_dim % 8 == 0 and head_dim <= 256
 
 
-def within_documents(tables: Positions, varlen: bool, position_ids: torch.Tensor) -> Positions:
-    """Positions of a batch from the tables of one whole sequence and its position ids, on the CPU."""
-    device = tables.cos.device
-    rows = position_ids.to(device, non_blocking=True)
-    bounds = document_ends(position_ids).to(device, non_blocking=True) if varlen else same_document(rows)
+def within_documents(
+    tables: Positions,
+    varlen: bool,
+    bring: Callable[[torch.Tensor], torch.Tensor],
+    position_ids: torch.Tensor,
+) -> Positions:
+    """Positions of a batch from the tables of one whole sequence and its position ids, on the CPU. `bring`
+    copies a tensor to the device of the tables."""
+    rows = bring(position_ids)
+    bounds = bring(document_ends(position_ids)) if varlen else same_document(rows)
     return Positions(tables.cos[0][rows], tables.sin[0][rows], bounds)
 
 

@@ -221,6 +221,7 @@ def _rank(rank: int, ranks: int, setup: _Setup) -> dict[str, Any]:
     cuda = config.device == "cuda"
     if not cuda:
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+    os.environ.setdefault("NCCL_MAX_CTAS", "4")  # as a rank's own entry does
     device = Device(str(config.device), rank)
     if device.compute is not None:
         torch.cuda.set_stream(device.compute)

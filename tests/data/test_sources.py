@@ -173,7 +173,7 @@ from transformers import AutoTokenizer
 from slidedp import Data
 from slidedp.data import encode, packing
 from slidedp.data.prepare import prepare
-encode.BATCH, encode.ALONE, packing.BLOCK = 2**18, 2**60, 2**20
+encode.BATCH, encode.ALONE, packing.BLOCK = 2**16, 2**60, 2**18
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 Encoded = encode.Encoder(tokenizer)([encode.Text("", "warm up " * 50_000, True, True)])
 (used,) = (int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmData"))
@@ -184,12 +184,13 @@ prepare(Data(path=sys.argv[2], packing=sys.argv[5]), tokenizer, 1024, sys.argv[3
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("packing", ["wrapped", "bounded"])
 def test_a_file_larger_than_the_memory_that_there_is(tmp_path, tokenizer, packing):
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     line = json.dumps({"text": "abcdefghij klmnop\n" * 60}) + "\n"
-    (tmp_path / "large.jsonl").write_text(line * 60_000)
-    limit = 100 * 2**20
+    (tmp_path / "large.jsonl").write_text(line * 30_000)
+    limit = 40 * 2**20
     paths = [str(tmp_path / name) for name in ("tokenizer", "large.jsonl", "out")]
     command = [sys.executable, "-c", PREPARE_WITHIN, *paths, str(limit), packing]
     subprocess.run(command, check=True)

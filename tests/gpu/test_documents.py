@@ -1,5 +1,7 @@
 """Attention within documents by the flash kernel is that of the mask."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -29,7 +31,7 @@ def test_outputs_and_gradients_agree(tmp_path, kind, compiled):
         for name, p in template.named_parameters()
     }
     hidden = torch.randn(BATCH, LENGTH, config.hidden_size, generator=random).to(device, dtype)
-    results = []
+    results, bring = [], partial(torch.Tensor.to, device=device)
     for varlen in (False, True):
         model = skeleton(config)
         layer = layer_function(model, VARLEN if varlen else "sdpa")
@@ -37,7 +39,7 @@ def test_outputs_and_gradients_agree(tmp_path, kind, compiled):
             layer = torch.compile(layer, dynamic=False)
         tables = Positions(*rotary_tables(config, model, LENGTH, device, dtype))
         entry = hidden.detach().requires_grad_()
-        out = layer(parameters, entry, *within_documents(tables, varlen, position_ids))
+        out = layer(parameters, entry, *within_documents(tables, varlen, bring, position_ids))
         results.append([out, *torch.autograd.grad(out.float().square().sum(), [entry, *parameters.values()])])
     for mask, flash in zip(*results, strict=True):
         error = (mask.float() - flash.float()).abs().max() / mask.float().abs().max()

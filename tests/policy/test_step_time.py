@@ -86,6 +86,35 @@ def test_agrees_with_a_simulator_that_moves_every_chunk(layout, tied, log):
     assert p.step_seconds == pytest.approx(expected, rel=0.06)
 
 
+@pytest.mark.parametrize(
+    "what, batch, links, update, fields",
+    [
+        ("landing is slow", 4, 6e9, 40e9, {"reduction": "cpu", "gradient_slots": 1}),
+        (
+            "the worker is slow and has a ring",
+            4,
+            50e9,
+            2e9,
+            {"schedule": "in_backward", "landing": "ring", "gradient_slots": 1},
+        ),
+        ("a gate holds back what follows it", 84, 43e9, 7e9, {"activations": "offload", "window": 7}),
+        ("inputs leave slowly", 16, 8e9, 40e9, {"activations": "offload", "schedule": "in_backward"}),
+    ],
+)
+def test_agrees_closely_where_one_part_is_slow(what, batch, links, update, fields):
+    workload = qwen3_8b(2, batch, LAYERS)
+    rates = dataclasses.replace(
+        H200.rates(workload).faster("compute", 4.0),
+        **dict.fromkeys(GROUPS["links"], links),
+        **dict.fromkeys(GROUPS["update"], update),
+        under_update=1.0,
+        host_memory=1e15,
+    )
+    layout = Layout(**{"chunk_bytes": 16 * 2**20} | fields)
+    p = predict(workload, rates, layout)
+    assert p.step_seconds == pytest.approx(simulate(workload, rates, layout), rel=0.01), what
+
+
 @examples
 @given(layout=layouts, machine=machines, ranks=st.integers(1, 8), batch=st.integers(1, 64))
 def test_never_under_the_capacity_bound(layout, machine, ranks, batch):
