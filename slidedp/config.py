@@ -338,6 +338,9 @@ class Config:
     """Where the run writes its metrics; None makes `runs/<date>-<time>`."""
     host_memory_budget: float | None = None
     """GiB of host memory the run may take; None asks the operating system and its cgroup."""
+    gpu_memory_budget: float | None = None
+    """GiB of its GPU's memory that each rank may allocate (a CUDA context takes about 0.5 GiB more); None
+    takes what is free. On a CPU it limits what would be on the GPU."""
 
     def __post_init__(self) -> None:
         if self.layout == AUTO:
@@ -358,6 +361,8 @@ class Config:
                 _choice(name, getattr(self, name), tuple(DTYPES))
         if self.host_memory_budget is not None:
             _at_least("host_memory_budget", self.host_memory_budget, 0, float)
+        if self.gpu_memory_budget is not None:
+            _at_least("gpu_memory_budget", self.gpu_memory_budget, 0, float)
         if self.layout.schedule == "in_backward" and self.optimizer.clip_norm is not None:
             raise ConfigError(
                 "layout.schedule='in_backward' cannot clip, since a unit updates before the global "

@@ -23,6 +23,8 @@ from slidedp.stream.update import update_numels
 from slidedp.tables import html_table
 
 GIB = 2**30
+FRUGAL = Layout(window=1, gradient_slots=1, activations="offload")
+"""The layout that takes the least GPU memory."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +66,28 @@ class Plan:
                 f"{_size(self.host_available)} are free within the limits of this process; use a "
                 "smaller model or batch, layout.activations='recompute', or fewer ranks"
             )
-        device = sum(self.device.values())
-        if self.device_available is not None and device > self.device_available:
-            raise ConfigError(
-                f"not enough GPU memory: a rank needs about {_size(device)} and "
-                f"{_size(self.device_available)} are free; use a smaller batch_size, "
-                "layout.activations='offload', or a smaller layout.window"
+        device, limit = sum(self.device.values()), self.device_limit
+        if limit is not None and device > limit:
+            least = sum(under(self, FRUGAL).device.values())
+            remedy = (
+                "use layout.activations='offload', or a smaller layout.window or batch_size"
+                if least <= limit
+                else "use a smaller batch_size or sequence_length"
             )
+            given = self.config.gpu_memory_budget
+            what = "not enough GPU memory" if given is None else f"gpu_memory_budget={given:g}"
+            raise ConfigError(
+                f"{what}: a rank needs about {_size(device)} under this layout, at least {_size(least)} "
+                f"under any, and may take {_size(limit)}; {remedy}"
+            )
+
+    @property
+    def device_limit(self) -> int | None:
+        """Bytes that a rank may allocate on its device: what is free, or less by `gpu_memory_budget`; None
+        where nothing limits it but host memory."""
+        budget = self.config.gpu_memory_budget
+        limits = [self.device_available, None if budget is None else int(budget * GIB)]
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def _rows(self) -> list[tuple[str, str, str]]:
         ranks = self.config.ranks

@@ -64,6 +64,8 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
     device = Device(str(config.device), rank)
     if device.compute is not None:
         torch.cuda.set_stream(device.compute)
+    if config.gpu_memory_budget is not None:
+        device.limit(int(config.gpu_memory_budget * 2**30))
     state = HostState.open(setup.state)
     for unit in state.units:
         device.register(state.delivered(unit))

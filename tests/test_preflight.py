@@ -12,7 +12,7 @@ from slidedp.config import DTYPES
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.state import HostState
 from slidedp.model.families import skeleton
-from slidedp.preflight import GIB
+from slidedp.preflight import FRUGAL, GIB, under
 from slidedp.stream.buffers import Buffers
 from slidedp.stream.device import Device
 from slidedp.stream.stash import ActivationStash
@@ -112,8 +112,29 @@ def test_a_gpu_run_counts_device_memory_apart(gpus):
     assert said.device_available == 30 * GIB  # the fuller one
     assert "each GPU" in repr(said)
     said.check()
-    with pytest.raises(ConfigError, match=r"^not enough GPU memory: .* and 0\.0 MiB are free; use a smaller"):
+    with pytest.raises(ConfigError, match=r"^not enough GPU memory: .* may take 0\.0 MiB; use a smaller"):
         replace(said, device_available=1000).check()
+
+
+def test_a_gpu_budget_is_refused_with_the_least_that_would_do(gpus):
+    settings = config(device=None, ranks=None)
+    said = plan(settings)
+    wide, least = sum(said.device.values()), sum(under(said, FRUGAL).device.values())
+    assert least < wide
+    plan(replace(settings, gpu_memory_budget=1.01 * wide / GIB)).check()
+    between = replace(settings, gpu_memory_budget=(wide + least) / 2 / GIB)
+    with pytest.raises(ConfigError, match=r"^gpu_memory_budget=.*; use layout\.activations='offload'"):
+        plan(between).check()
+    plan(replace(between, layout=FRUGAL)).check()
+    with pytest.raises(ConfigError, match=r"^gpu_memory_budget=.*; use a smaller batch_size or"):
+        plan(replace(settings, gpu_memory_budget=0.9 * least / GIB)).check()
+
+
+def test_a_budget_limits_what_would_be_on_a_gpu_on_a_cpu_too():
+    said = plan(config())
+    assert said.device_limit is None
+    with pytest.raises(ConfigError, match=r"^gpu_memory_budget=1e-06: a rank needs about"):
+        plan(config(gpu_memory_budget=1e-6)).check()
 
 
 def test_more_ranks_than_gpus_are_refused(gpus):

@@ -130,7 +130,7 @@ def compare(
 def _fits(planned: Any, layout: Layout) -> bool:
     there = under(planned, layout)
     device = sum(there.device.values())
-    free = there.device_available
+    free = there.device_limit
     return there.host_bytes <= there.host_available and (free is None or device <= GPU_SHARE * free)
 
 

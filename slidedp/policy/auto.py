@@ -168,7 +168,7 @@ class AutoPolicy:
             there = under(self.plan, layout)
             device = sum(there.device.values())
             fits = there.host_bytes <= there.host_available and (
-                there.device_available is None or device <= GPU_SHARE * there.device_available
+                there.device_limit is None or device <= GPU_SHARE * there.device_limit
             )
             p: Prediction = predict(self.workload, self.rates, layout)
             trial = self.trials.get(layout)

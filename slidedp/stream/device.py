@@ -60,6 +60,12 @@ class Device:
             self.epoch.synchronize()
             self.epoch_time = time.time()
 
+    def limit(self, nbytes: int) -> None:
+        """Lets the allocator take no more of the GPU than this."""
+        if self.is_cuda:
+            total = torch.cuda.get_device_properties(self.torch).total_memory
+            torch.cuda.set_per_process_memory_fraction(min(1.0, nbytes / total))
+
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(numel, dtype=dtype, device=self.torch)
 
