@@ -141,12 +141,13 @@ class Dashboard(ipywidgets.VBox):
         self._save.on_click(self._on_save)
         choices = [("all ranks", -1), *((f"rank {rank}", rank) for rank in range(self._ranks))]
         self._choice = ipywidgets.Dropdown(options=choices, layout={"width": "110px"})
-        self._memory, self._layouts, self._error = (ipywidgets.HTML() for _ in range(3))
+        self._saved, self._memory, self._layouts, self._error = (ipywidgets.HTML() for _ in range(4))
         head = [self._stop, self._save, self._choice, self._bar, self._text]
         super().__init__(
             [
                 ipywidgets.HBox(head, layout={"align_items": "center"}),
                 self.figure,
+                self._saved,
                 self._layouts,
                 self._memory,
                 self._error,
@@ -175,6 +176,7 @@ class Dashboard(ipywidgets.VBox):
         if new or len(self._reader.evaluations) > self._evaluations:
             self._draw()
         self._show_switches()
+        self._show_checkpoint()
         ends = self._log.events("end") if over else []
         self.status = ends[-1]["status"] if ends else "not ended" if self._run is None else self._run.status
         self.failure = (ends[-1]["failure"] or "") if ends else ""
@@ -223,6 +225,11 @@ class Dashboard(ipywidgets.VBox):
         own = sum(event["anonymous_bytes"] for event in events) + self._reader.worker_bytes
         measured = {"host": shared + own, "device": max(event["gpu_peak_bytes"] for event in events)}
         return memory_bars(memory, self._ranks, measured)
+
+    def _show_checkpoint(self) -> None:
+        if (event := self._reader.checkpoint) is not None:
+            outcome = event["path"] or f"failed: {event['error']}"
+            self._saved.value = _preformatted(f"checkpoint of step {event['step']}: {outcome}")
 
     def _show_switches(self) -> None:
         """A dotted line, and a line of text, for every layout that the run has switched to."""

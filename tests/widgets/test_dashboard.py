@@ -164,6 +164,13 @@ def test_the_save_button_asks_for_a_checkpoint_and_waits_for_none(log):
     dashboard._save.click()
     dashboard._save.click()
     assert run.saves == [False, False]
+    event = {"kind": "checkpoint", "step": 7, "path": None, "error": "disk <full>"}
+    run.log.add(event)
+    dashboard.update()
+    assert "checkpoint of step 7: failed: disk &lt;full&gt;" in dashboard._saved.value
+    run.log.add(event | {"step": 8, "path": "/run/step-8", "error": None})
+    dashboard.update()
+    assert "checkpoint of step 8: /run/step-8" in dashboard._saved.value
     run.end("finished")
     dashboard.update()
     assert dashboard._save.disabled
