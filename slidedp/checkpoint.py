@@ -539,7 +539,7 @@ def export_checkpoint(source: Path, folder: str | Path, dtype: str = "bfloat16")
     config = load_config(str(source / ASSETS))
     tokenizer = None
     if (source / ASSETS / "tokenizer_config.json").exists():
-        tokenizer = AutoTokenizer.from_pretrained(source / ASSETS)
+        tokenizer = AutoTokenizer.from_pretrained(source / ASSETS, trust_remote_code=False)
     weights = CheckpointWeights(source, units_of(skeleton(config)))
     return export(weights, config, folder, dtype=dtype, tokenizer=tokenizer)
 

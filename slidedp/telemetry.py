@@ -243,6 +243,8 @@ class StepReader:
         """(step, fields) of every layout that the run has switched to."""
         self.memory: dict[str, Any] = log.description["memory"]
         """What the present layout takes: that of `Plan.memory()`."""
+        self.checkpoint: dict[str, Any] | None = None
+        """The latest `checkpoint` event: its step, path, or what went wrong."""
         self.worker_bytes = 0
         """Host memory of the optimizer worker beside the shared segments, latest."""
 
@@ -254,6 +256,8 @@ class StepReader:
         for event in events:
             if event["kind"] == "layout" and event["rank"] == 0:
                 self.layouts.append((event["step"], event["layout"]))
+            elif event["kind"] == "checkpoint":
+                self.checkpoint = event
             elif event["kind"] == "plan":
                 self.memory = event["memory"]
             elif event["kind"] == "update":

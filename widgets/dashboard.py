@@ -135,14 +135,19 @@ class Dashboard(ipywidgets.VBox):
             description="Stop", icon="stop", tooltip="End the run at the next step boundary"
         )
         self._stop.on_click(self._on_stop)
+        self._save = ipywidgets.Button(
+            description="Save", icon="save", tooltip="Write a checkpoint while training goes on"
+        )
+        self._save.on_click(self._on_save)
         choices = [("all ranks", -1), *((f"rank {rank}", rank) for rank in range(self._ranks))]
         self._choice = ipywidgets.Dropdown(options=choices, layout={"width": "110px"})
-        self._memory, self._layouts, self._error = (ipywidgets.HTML() for _ in range(3))
-        head = [self._stop, self._choice, self._bar, self._text]
+        self._saved, self._memory, self._layouts, self._error = (ipywidgets.HTML() for _ in range(4))
+        head = [self._stop, self._save, self._choice, self._bar, self._text]
         super().__init__(
             [
                 ipywidgets.HBox(head, layout={"align_items": "center"}),
                 self.figure,
+                self._saved,
                 self._layouts,
                 self._memory,
                 self._error,
@@ -171,10 +176,12 @@ class Dashboard(ipywidgets.VBox):
         if new or len(self._reader.evaluations) > self._evaluations:
             self._draw()
         self._show_switches()
+        self._show_checkpoint()
         ends = self._log.events("end") if over else []
         self.status = ends[-1]["status"] if ends else "not ended" if self._run is None else self._run.status
         self.failure = (ends[-1]["failure"] or "") if ends else ""
         self._stop.disabled = over or self._stop.disabled
+        self._save.disabled = over
         self._bar.value = self.step
         self._bar.bar_style = {"failed": "danger", "finished": "success", "stopped": "warning"}.get(
             self.status, ""
@@ -218,6 +225,11 @@ class Dashboard(ipywidgets.VBox):
         own = sum(event["anonymous_bytes"] for event in events) + self._reader.worker_bytes
         measured = {"host": shared + own, "device": max(event["gpu_peak_bytes"] for event in events)}
         return memory_bars(memory, self._ranks, measured)
+
+    def _show_checkpoint(self) -> None:
+        if (event := self._reader.checkpoint) is not None:
+            outcome = event["path"] or f"failed: {event['error']}"
+            self._saved.value = _preformatted(f"checkpoint of step {event['step']}: {outcome}")
 
     def _show_switches(self) -> None:
         """A dotted line, and a line of text, for every layout that the run has switched to."""
@@ -295,6 +307,11 @@ class Dashboard(ipywidgets.VBox):
                 await asyncio.sleep(max(REFRESH_SECONDS, IDLE * (time.monotonic() - begun)))
         except Exception:  # a task's exception is seen by no one
             self._error.value = _preformatted(traceback.format_exc())
+
+    def _on_save(self, _: ipywidgets.Button) -> None:
+        """May come on another thread, as `_on_stop` may: `Run.save` only sends a message."""
+        if self._run is not None:
+            self._run.save(wait=False)
 
     def _on_stop(self, _: ipywidgets.Button) -> None:
         """May come on another thread than the kernel's main one: `Run.stop` only sends a message."""

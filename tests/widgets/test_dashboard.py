@@ -16,7 +16,7 @@ class FakeRun(Run):
     """A run without processes."""
 
     def __init__(self, log):
-        self.log, self.status, self.failure, self.stops = log, "running", None, 0
+        self.log, self.status, self.failure, self.stops, self.saves = log, "running", None, 0, []
 
     @property
     def running(self):
@@ -24,6 +24,9 @@ class FakeRun(Run):
 
     def stop(self):
         self.stops += 1
+
+    def save(self, wait=True):
+        self.saves.append(wait)
 
     def end(self, status, failure=None):
         self.log.add({"kind": "end", "status": status, "failure": failure, "time": 0.0})
@@ -153,6 +156,24 @@ def test_the_stop_button_stops_the_run_once(log):
     dashboard.update()
     assert run.stops == 1
     assert dashboard._stop.disabled
+
+
+def test_the_save_button_asks_for_a_checkpoint_and_waits_for_none(log):
+    run = FakeRun(log())
+    dashboard = Dashboard(run)
+    dashboard._save.click()
+    dashboard._save.click()
+    assert run.saves == [False, False]
+    event = {"kind": "checkpoint", "step": 7, "path": None, "error": "disk <full>"}
+    run.log.add(event)
+    dashboard.update()
+    assert "checkpoint of step 7: failed: disk &lt;full&gt;" in dashboard._saved.value
+    run.log.add(event | {"step": 8, "path": "/run/step-8", "error": None})
+    dashboard.update()
+    assert "checkpoint of step 8: /run/step-8" in dashboard._saved.value
+    run.end("finished")
+    dashboard.update()
+    assert dashboard._save.disabled
 
 
 def test_a_fault_of_the_dashboard_is_shown_under_it(log):
