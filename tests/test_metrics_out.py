@@ -31,7 +31,7 @@ def test_rows_evaluations_and_event_files_tell_what_metrics_do(tmp_path, capfd):
     config = small_config(
         tmp_path, data=data, steps=STEPS, eval_every=EVERY, run_folder=str(tmp_path / "run")
     )
-    with launch(config, on_step) as run:
+    with launch(config, on_step=on_step) as run:
         run.wait(DEADLINE)
         metrics, evaluations = run.metrics(), run.evaluations()
     assert (run.status, len(metrics)) == ("finished", STEPS)

@@ -103,7 +103,9 @@ def _rank(rank: int, setup: _Setup, results: Connection) -> None:
         for result in _measure(rank, setup, mode, cases):
             if rank == 0:
                 results.send(result)
-    dist.destroy_process_group()
+    dist.barrier()
+    # At once: when gloo's threads outlive the interpreter, C++ ends the process with SIGABRT.
+    os._exit(0)
 
 
 class _Loss(torch.autograd.Function):
@@ -204,7 +206,7 @@ def _measure(rank: int, setup: _Setup, mode: str, cases: list[Case]) -> Iterator
                 _wait(cuda)
                 seconds.append(time.perf_counter() - begun)
                 dist.all_reduce(loss.detach())
-                losses.append(float(loss) / setup.ranks)
+                losses.append(float(loss.detach()) / setup.ranks)
         except torch.OutOfMemoryError:
             optimizer.zero_grad()
             torch.cuda.empty_cache()
