@@ -5,7 +5,7 @@ when the gradient is reduced (`in_forward`: when the norm is known); the working
 back to the host, which stays the authority. No gradient of these units ever crosses the link.
 
 Units at the turn from backward to forward (`embed` and the first layers) are updated last and needed
-first. Their slots are theirs in between, so AdamW writes there what ranks compute with, and the next
+first. Their slots are theirs in between, so what ranks compute with goes there at once, and the next
 step's delivery is one all-gather between GPUs.
 """
 
@@ -27,7 +27,7 @@ from slidedp.stream.gates import Gates
 
 class _Entry:
     """A ring buffer: the share of one chunk's master, exp_avg and exp_avg_sq, and the new master in the
-    compute dtype where no slot takes it."""
+    compute dtype."""
 
     def __init__(self, device: Device, numel: int, dtype: torch.dtype) -> None:
         self.state = [device.zeros(numel, torch.float32) for _ in range(3)]
@@ -140,7 +140,7 @@ class ShardUpdate:
             entry.loaded.wait(device.update)
             self._landed[unit.index, start].wait(device.update)
             state = [tensor[: last - first] for tensor in entry.state]
-            out = slot.memory[first:last] if slot is not None else entry.out[: last - first]
+            out = entry.out[: last - first]
             grad_scale = coefficients.grad_scale
             if grad_scale is None:
                 entry.free = self._fired(device.update)
@@ -150,6 +150,8 @@ class ShardUpdate:
             with on(device.update):
                 gradient = self.gradient(unit, start, stop)
                 self._adamw(unit, first, last, [*state, out, gradient], grad_scale, coefficients)
+                if slot is not None:  # a copy: the slot may be another unit's before `out` is on the host
+                    slot.memory[first:last].copy_(out)
                 ready.append(self._fired(device.update))
             ready[-1].wait(device.state_out)
             with on(device.state_out):
