@@ -322,9 +322,9 @@ class Engine:
                 self.updates.gather(unit)
             step.signal("delivered", transfer.visit).fire(self.device.collective)
             return
-        if forward:
-            # Publish, then deliver. Backward reads the same version and needs no gate of its own.
-            self.gates.wait_published(unit.index, step.number)
+        # Publish, then deliver: in backward too, where the forward took a fresh slot and the version that
+        # it computed with may still be on its way to the host.
+        self.gates.wait_published(unit.index, step.number)
         if slot.free is not None:
             slot.free.wait(self.device.to_device)
             slot.free.wait(self.device.collective)
