@@ -163,7 +163,7 @@ def _train(options: argparse.Namespace) -> int:
             print(f"run folder: {run.folder}", flush=True)
             _show_progress(run)
         except KeyboardInterrupt:
-            if not run.running:  # the second one, or one that came after the end
+            if run.stopping or not run.running:  # the second one, or one that came after the end
                 raise
             run.stop()  # it did not meet wait(), which handles its own in this way
             run.wait()

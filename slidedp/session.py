@@ -146,7 +146,9 @@ class Run:
         flops = flops_per_token(model, samples.attended_length())
         self._state: HostState | None = None
         self._landings: list[Landing] = []
-        self._stopping = self._closing = False
+        self.stopping = False
+        """Whether a stop has been asked for."""
+        self._closing = False
         self._ready = 0
         self._recordings = 0
         self._losses = LossWatch(int(config.ranks or 1))
@@ -251,7 +253,7 @@ class Run:
                 "is spoiled; start again with layout.schedule='in_forward', which skips such steps, or a "
                 "lower optimizer.lr"
             )
-            self._stopping = True
+            self.stopping = True
             self._command(Stop(save=False))
 
     def _tell(self, row: dict[str, Any]) -> None:
@@ -269,7 +271,7 @@ class Run:
             # Where steps that were not finite have been skipped, the state is that of the last good one.
             if self.failure != self._diverged or self.layout.schedule == "in_backward":
                 self._release_state()
-        elif self._closing or (self._stopping and self.log.steps_done < self.config.steps):
+        elif self._closing or (self.stopping and self.log.steps_done < self.config.steps):
             self.status = "stopped"
         else:
             self.status = "finished"
@@ -297,11 +299,15 @@ class Run:
                 self._wait(timeout)
                 return self._checked()
             except KeyboardInterrupt:
-                if self._stopping:
+                if self.stopping:
                     self.close()
                     raise
-                print("stopping after this step; interrupt again to end at once", file=sys.stderr)
-                self.stop()
+                try:
+                    self.stop()
+                    print("stopping after this step; interrupt again to end at once", file=sys.stderr)
+                except KeyboardInterrupt:
+                    self.close()
+                    raise
                 timeout = None
 
     def _wait(self, timeout: float | None) -> None:
@@ -336,7 +342,7 @@ class Run:
 
     def stop(self) -> None:
         """Ends the run at the next step boundary, the same for all ranks. Returns at once."""
-        self._stopping = True
+        self.stopping = True
         self._command(Stop())
 
     def set_layout(self, layout: Layout) -> None:
