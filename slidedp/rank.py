@@ -1,6 +1,5 @@
 """What one rank process does, top to bottom."""
 
-import os
 import sys
 import time
 import types
@@ -32,6 +31,7 @@ from slidedp.model.loss import IGNORED, softmax_gradient
 from slidedp.model.units import frozen_units
 from slidedp.stream.device import Abort, Aborted, Device
 from slidedp.stream.gates import Gates
+from slidedp.stream.group import join_ranks
 from slidedp.stream.recorder import Recorder
 from slidedp.stream.step import Engine, ModelFunctions
 from slidedp.stream.timeline import Timeline
@@ -325,28 +325,15 @@ def main(rank: int, setup: RankSetup, worker: Connection, launcher: Connection, 
     """Entry of a spawned rank."""
     die_with_parent()
     show_signs_of_life(signs)
-    # A collective that waits for another rank's copy holds its SMs meanwhile. With 4 of them a Qwen3-8B
-    # layer took 47.9 ms beside all transfers, with NCCL's own choice 50.9 (2 x H200, 24 x 1024 tokens).
-    os.environ.setdefault("NCCL_MAX_CTAS", "4")
-    # All ranks are on this machine, and no other should be able to reach them.
-    for library in ("GLOO", "NCCL"):
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     # Threads hand the GIL over often: the transfer thread must not wait 5 ms behind compute's Python.
     sys.setswitchinterval(0.0005)
     # torch 2.13 renames its flat collectives; 2.11 has only the old names.
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     ranks = int(setup.config.ranks or 1)
     with reporting(f"rank {rank}", launcher):
-        cuda = setup.config.device == "cuda"
-        if not cuda:
+        if setup.config.device == "cpu":
             torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
             return_freed_memory()
-        dist.init_process_group(
-            "nccl" if cuda else "gloo",
-            init_method=f"file://{setup.rendezvous}",
-            rank=rank,
-            world_size=ranks,
-            device_id=torch.device("cuda", rank) if cuda else None,
-        )
+        join_ranks(str(setup.config.device), rank, ranks, setup.rendezvous)
         run_rank(rank, setup, worker, launcher)
         dist.destroy_process_group()

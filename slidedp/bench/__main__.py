@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from datetime import date
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ def _measure(wanted: Preset, asked: argparse.Namespace) -> Iterator[dict[str, An
     with tempfile.TemporaryDirectory() as folder:
         random_samples(Path(folder), largest * ranks, asked.length, config.vocab_size)
         yield from run_fsdp2(config, folder, wanted.fsdp2, steps=asked.steps, ranks=ranks)
-        if wanted.zero2 and (asked.zero2 or not asked.preset):
+        if wanted.zero2 and not (asked.preset and find_spec("deepspeed") is None):  # a preset's, where it is
             yield from run_zero2(config, folder, wanted.zero2, steps=asked.steps, ranks=ranks)
 
 

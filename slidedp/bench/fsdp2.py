@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 import torch._functorch.config as functorch_config
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
+from slidedp.bench.peers import results_of
 from slidedp.bench.table import WARM_UP, speed
 from slidedp.config import DTYPES, Optimizer
 from slidedp.data.order import Order
@@ -68,21 +68,11 @@ def run_fsdp2(
     """Trains each case for `steps` steps and yields its measurement, or `{"error": ...}` where it does not
     fit. `samples` is a folder of prepared samples, `weights` a Hugging Face folder to start from."""
     with tempfile.TemporaryDirectory() as folder:
-        receiver, sender = mp.get_context("spawn").Pipe(duplex=False)
         setup = _Setup(
             config, weights, samples, cases, steps, ranks, device, dtype, compiled,
             optimizer or Optimizer(lr=1e-4, clip_norm=None), f"{folder}/ranks",
         )  # fmt: skip
-        processes = mp.start_processes(_rank, (setup, sender), ranks, join=False, start_method="spawn")
-        assert processes is not None
-        sender.close()
-        while True:
-            try:
-                yield receiver.recv()
-            except EOFError:
-                break
-        while not processes.join():
-            pass
+        yield from results_of(_rank, (setup,), ranks)
 
 
 def _rank(rank: int, setup: _Setup, results: Connection) -> None:

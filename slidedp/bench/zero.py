@@ -9,10 +9,10 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from slidedp.bench.fsdp2 import Trained
+from slidedp.bench.peers import results_of
 from slidedp.bench.table import WARM_UP, speed
 from slidedp.data.order import Order
 from slidedp.data.samples import Samples
@@ -32,19 +32,9 @@ def run_zero2(
         raise ConfigError(
             "zero2: DeepSpeed is not installed: pip install deepspeed, or leave it out"
         ) from None
-    receiver, sender = mp.get_context("spawn").Pipe(duplex=False)
     with tempfile.TemporaryDirectory() as folder:
-        arguments = (config, samples, batches, steps, ranks, f"{folder}/ranks", sender)
-        processes = mp.start_processes(_rank, arguments, ranks, join=False, start_method="spawn")
-        assert processes is not None
-        sender.close()
-        while True:
-            try:
-                yield receiver.recv()
-            except EOFError:
-                break
-        while not processes.join():
-            pass
+        arguments = (config, samples, batches, steps, ranks, f"{folder}/ranks")
+        yield from results_of(_rank, arguments, ranks)
 
 
 def _rank(

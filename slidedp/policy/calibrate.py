@@ -8,7 +8,8 @@ import pandas as pd
 
 from slidedp.config import Layout
 from slidedp.policy.rates import GROUPS, Rates, Workload
-from slidedp.policy.step_time import Span, predict
+from slidedp.policy.step_time import predict
+from slidedp.stream.timeline import Span
 from slidedp.telemetry import RunLog
 
 WIDEST = 20.0

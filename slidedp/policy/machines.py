@@ -4,7 +4,7 @@ Only `H200` rests on measurements (2 × H200, 32 cores); the others are estimate
 what such machines usually reach. A probe of the real machine replaces all of this.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from slidedp.policy.rates import Rates, Workload
 
@@ -123,22 +123,7 @@ BRIDGED = Machine(
     update_both_ways=2.4e9,
     gpu_update=1.6e9,
 )
-UNBRIDGED = Machine(
-    name="2 × A800 PCIe, bridge removed",
-    flops=200e12,
-    device_memory=1.7e12,
-    link=25e9,
-    link_both=21e9,
-    host_links=50e9,
-    host_links_both=80e9,
-    gather=14e9,
-    peers="host",
-    host_memory=200e9,
-    update=4e9,
-    update_one_way=3e9,
-    update_both_ways=2.4e9,
-    gpu_update=1.6e9,
-)
+UNBRIDGED = replace(BRIDGED, name="2 × A800 PCIe, bridge removed", gather=14e9, peers="host")
 WORKSTATION = Machine(
     name="4 × RTX 4090, PCIe only",
     flops=120e12,

@@ -41,6 +41,7 @@ from slidedp.stream.activations import Activations, Keep, LayerCall, Parameters,
 from slidedp.stream.adamw import adamw_update
 from slidedp.stream.buffers import is_tied
 from slidedp.stream.device import Device, on
+from slidedp.stream.group import join_ranks
 
 PARTIAL_BUDGET = 0.5
 """The one fraction of kept intermediates that is measured; each costs a compilation."""
@@ -221,17 +222,10 @@ def _rank(rank: int, ranks: int, setup: _Setup) -> dict[str, Any]:
     cuda = config.device == "cuda"
     if not cuda:
         torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
-    os.environ.setdefault("NCCL_MAX_CTAS", "4")  # as a rank's own entry does
     device = Device(str(config.device), rank)
     if device.compute is not None:
         torch.cuda.set_stream(device.compute)
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        init_method=f"file://{setup.folder}/ranks",
-        rank=rank,
-        world_size=ranks,
-        device_id=torch.device("cuda", rank) if cuda else None,
-    )
+    join_ranks(str(config.device), rank, ranks, f"{setup.folder}/ranks")
     found: dict[str, Any] = {}
     region = Segment.open(setup.memory).tensor(torch.uint8)[2 * rank * sizes.region :]
     source, target = region[: sizes.region], region[sizes.region : 2 * sizes.region]

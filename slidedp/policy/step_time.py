@@ -22,6 +22,7 @@ from functools import lru_cache
 from math import ceil
 from typing import TYPE_CHECKING, NamedTuple
 
+from slidedp.host.landing import RING
 from slidedp.policy.rates import Rates, Workload
 from slidedp.stream.program import (
     FETCH_AHEAD,
@@ -34,30 +35,17 @@ from slidedp.stream.program import (
     Visits,
     transfers,
 )
+from slidedp.stream.stash import OUTGOING
+from slidedp.stream.timeline import Span
 
 if TYPE_CHECKING:
     from slidedp.config import Layout
 
-RING = 4
-"""Layer zones of a landing ring, as in host.landing."""
-OUTGOING = 2
-"""Layer inputs on their way to the host, as in stream.stash."""
 STEADY = 1e-4
 """Relative change of the period below which it counts as steady."""
 MOST_STEPS = 8
 COMPUTE = "compute"
 RESOURCES = (COMPUTE, "update", "to_device", "to_host", "collective", "host_memory")
-
-
-class Span(NamedTuple):
-    """A piece of a predicted step, as telemetry records measured ones: milliseconds since it began."""
-
-    track: str
-    """`compute`, `deliver`, `reduce` or `update`."""
-    unit: str
-    phase: str
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
