@@ -25,6 +25,7 @@ from slidedp.errors import ConfigError
 DELIVERIES = ("replicated", "sharded", "broadcast")
 REDUCTIONS = ("cpu", "gpu", "gpu_root")
 ACTIVATIONS = ("keep", "partial", "recompute", "offload")
+TRANSPORTS = ("collective", "copy")
 SCHEDULES = ("in_forward", "in_backward")
 LANDINGS = ("full", "ring")
 LR_SCHEDULES = ("constant", "linear", "cosine", "wsd")
@@ -58,6 +59,9 @@ class Layout:
     reduction: str = "gpu"
     """GPU to host: `cpu` (every rank lands its gradient, the worker sums), `gpu` (reduce-scatter,
     each rank lands 1/N) or `gpu_root` (reduce to rank 0, which lands all)."""
+    transport: str = "collective"
+    """Between GPUs: `collective` (NCCL's kernels; gloo on a CPU) or `copy` (each rank pulls from the others'
+    memory with copy engines, which leaves all SMs to compute; the GPUs must reach one another's memory)."""
     chunk_bytes: int = 64 * 2**20
     """Grain of transfer, reduction and update, in bytes. Rounded to whole alignment blocks."""
     window: int = 3
@@ -89,6 +93,7 @@ class Layout:
         _check_types(self, "layout.")
         _choice("layout.delivery", self.delivery, DELIVERIES)
         _choice("layout.reduction", self.reduction, REDUCTIONS)
+        _choice("layout.transport", self.transport, TRANSPORTS)
         _choice("layout.schedule", self.schedule, SCHEDULES)
         _choice("layout.landing", self.landing, LANDINGS)
         _at_least("layout.chunk_bytes", self.chunk_bytes, 4096)

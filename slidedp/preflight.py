@@ -1,6 +1,7 @@
 """What a run will take, in bytes, before anything is allocated."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from slidedp.model.units import Unit, units_of
 from slidedp.stream.buffers import buffer_numels, is_tied
 from slidedp.stream.program import FETCH_AHEAD
 from slidedp.stream.stash import OUTGOING, stash_numel
+from slidedp.stream.transport import staging_shape
 from slidedp.stream.update import update_numels
 from slidedp.tables import html_table
 
@@ -196,12 +198,15 @@ def _device_bytes(config: Config, model: Any, units: tuple[Unit, ...], dtype: to
     vocabulary = units[0].parameters[0].numel
     kept = modes.count("keep") + modes.count("partial") * config.layout.partial_budget
     ring, waiting = update_numels(units, config.layout, ranks, size)
+    copies = config.layout.transport == "copy" and ranks > 1
+    staging = math.prod(staging_shape(units, config.layout, ranks, size)) if copies else 0
     rings = (OUTGOING + FETCH_AHEAD) * stash_numel(config, width) if "offload" in modes else 0
     sizes = {
         "window": sum(shapes["slots"]) * size,
         "gradient buffers": sum(shapes["gradients"]) * gradient,
         "embedding and head, weights": edge * size,
         "embedding and head, gradients": edge * gradient,
+        "reduction staging": staging * gradient,
         "update buffers": ring * (12 + size),
         "gradients that wait for their update": waiting * gradient,
         "kept layer inputs": (len(modes) - modes.count("offload")) * tokens * width * size,

@@ -4,20 +4,38 @@ import torch
 
 from slidedp.config import Layout
 from slidedp.model.units import Unit, padded_numel
+from slidedp.stream.arena import Arena, block_bytes
 from slidedp.stream.device import Device, Signal
+from slidedp.stream.transport import Receipt
 
 
-class Slot:
-    """A reusable device buffer that holds one unit's parameters."""
+class Buffer:
+    """Device memory that is used again and again."""
 
-    def __init__(self, device: Device, numel: int, dtype: torch.dtype) -> None:
-        self._buffer = device.zeros(numel, dtype)
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.free: Signal | None = None
+        """Fired when this rank does not need the present content any more; None in a fresh buffer."""
+        self.read: Receipt | None = None
+        """That the other ranks do not need it any more either; None where they never read it directly."""
+
+    def wait_free(self, stream: torch.cuda.Stream | None) -> None:
+        """Makes what is enqueued on `stream` next run when nobody needs the present content."""
+        if self.free is not None:
+            self.free.wait(stream)
+        if self.read is not None:  # set before `free` is fired
+            self.read.wait(stream)
+
+
+class Slot(Buffer):
+    """A buffer that holds one unit's parameters."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
         # A second tensor over the same memory with a version counter of its own: refilling the slot
         # is not an in-place change in autograd's eyes. The window guarantees what autograd cannot
         # see: a layer's backward finds that layer's parameters in the slot again.
-        self.memory = self._buffer.data
-        self.free: Signal | None = None
-        """Fired when the present content is not needed any more; None in a fresh slot."""
+        super().__init__(memory.data)
+        self._buffer = memory
         self._views: dict[tuple[int, bool], dict[str, torch.Tensor]] = {}
 
     def parameters(self, unit: Unit, structure: int) -> dict[str, torch.Tensor]:
@@ -31,17 +49,9 @@ class Slot:
         return self._views[key]
 
 
-class GradientBuffer:
-    """A device buffer for one unit's flat gradient. Padding stays zero: it is summed and landed too."""
-
-    def __init__(self, device: Device, numel: int, dtype: torch.dtype) -> None:
-        self.memory = device.zeros(numel, dtype)
-        self.free: Signal | None = None
-        """Fired when the last gradient has left; None in a fresh buffer."""
-
-
 class Buffers:
-    """All slots and gradient buffers of a layout.
+    """All slots and gradient buffers of a layout, in one block of memory. A gradient buffer holds one unit's
+    flat gradient; its padding stays zero, as it is summed and landed too.
 
     `embed` and `head` share one slot and one gradient buffer, as their visits never overlap; when
     tied, the head is a norm alone and has tiny ones of its own.
@@ -58,33 +68,27 @@ class Buffers:
     ) -> None:
         shapes = buffer_numels(units, layout, ranks)
         self.last = len(units) - 1
-        self._tied = "tied_head" in shapes
-        self._slots = [Slot(device, n, dtype) for n in shapes["slots"]]
-        self._gradients = [GradientBuffer(device, n, gradient_dtype) for n in shapes["gradients"]]
-        edge, head = shapes["edge"][0], shapes.get("tied_head", [0])[0]
-        self._edge_slot, self._edge_gradient = (
-            Slot(device, edge, dtype),
-            GradientBuffer(device, edge, gradient_dtype),
-        )
-        self._head_slot, self._head_gradient = (
-            (Slot(device, head, dtype), GradientBuffer(device, head, gradient_dtype))
-            if self._tied
-            else (self._edge_slot, self._edge_gradient)
-        )
+        edges = shapes["edge"] + shapes.get("tied_head", [])
+        slots, gradients = shapes["slots"] + edges, shapes["gradients"] + edges
+        pieces = [n * dtype.itemsize for n in slots] + [n * gradient_dtype.itemsize for n in gradients]
+        self.arena = Arena(device, block_bytes(pieces), layout.transport == "copy" and ranks > 1)
+        self._slots = [Slot(self.arena.take(n, dtype)) for n in slots]
+        self._gradients = [Buffer(self.arena.take(n, gradient_dtype)) for n in gradients]
+        self._edges = len(edges)
 
     def slot(self, unit: Unit) -> Slot:
-        if unit.index == 0:
-            return self._edge_slot
-        if unit.index == self.last:
-            return self._head_slot
-        return self._slots[unit.index % len(self._slots)]
+        return self._slots[self._place(unit, len(self._slots))]
 
-    def gradient(self, unit: Unit) -> GradientBuffer:
+    def gradient(self, unit: Unit) -> Buffer:
+        return self._gradients[self._place(unit, len(self._gradients))]
+
+    def _place(self, unit: Unit, count: int) -> int:
+        """Which of `count` buffers: the edges come last, embed's before a tied head's."""
         if unit.index == 0:
-            return self._edge_gradient
+            return count - self._edges
         if unit.index == self.last:
-            return self._head_gradient
-        return self._gradients[unit.index % len(self._gradients)]
+            return count - 1
+        return unit.index % (count - self._edges)
 
     def parameters(self, unit: Unit) -> dict[str, torch.Tensor]:
         """The unit's parameters as views into its slot."""

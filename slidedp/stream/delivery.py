@@ -3,10 +3,10 @@
 from typing import Protocol
 
 import torch
-import torch.distributed as dist
 
 from slidedp.model.units import shard
-from slidedp.stream.device import Abort, Device, Signal, on
+from slidedp.stream.device import Device, on
+from slidedp.stream.transport import DELIVERY, Transport
 
 
 class Delivery(Protocol):
@@ -23,7 +23,6 @@ class Replicated:
     """Every rank copies the whole chunk over its own link."""
 
     def __init__(self, device: Device) -> None:
-        self._device = device
         self.stream = device.to_device
 
     def chunk(self, host: torch.Tensor, slot: torch.Tensor, start: int, stop: int) -> None:
@@ -34,44 +33,37 @@ class Replicated:
 class Sharded:
     """Each rank copies 1/N of the chunk to its place in the slot; an all-gather fills in the rest."""
 
-    def __init__(self, device: Device, rank: int, ranks: int, abort: Abort) -> None:
-        self._device, self._rank, self._ranks, self._abort = device, rank, ranks, abort
-        self.stream = device.collective
+    def __init__(self, device: Device, transport: Transport, rank: int, ranks: int) -> None:
+        self._to_device, self._transport = device.to_device, transport
+        self._rank, self._ranks = rank, ranks
+        self.stream = transport.gathers
 
     def chunk(self, host: torch.Tensor, slot: torch.Tensor, start: int, stop: int) -> None:
         first, last, host_last = shard(start, stop, self._rank, self._ranks)
-        copied = Signal(self._abort)
-        with on(self._device.to_device):
+        with on(self._to_device):
             slot[first:host_last].copy_(host[first:host_last], non_blocking=True)
-            copied.fire(self._device.to_device)
-        copied.wait(self.stream)
-        with on(self.stream):
-            gathered = slot[start : start + (last - first) * self._ranks]
-            dist.all_gather_into_tensor(gathered, slot[first:last])
+        offer = self._transport.offer(DELIVERY, self._to_device)
+        self._transport.all_gather(slot[start : start + (last - first) * self._ranks], offer)
 
 
 class Broadcast:
     """Rank 0 copies the chunk and broadcasts it between GPUs."""
 
-    def __init__(self, device: Device, rank: int, abort: Abort) -> None:
-        self._device, self._rank, self._abort = device, rank, abort
-        self.stream = device.collective
+    def __init__(self, device: Device, transport: Transport, rank: int) -> None:
+        self._to_device, self._transport, self._rank = device.to_device, transport, rank
+        self.stream = transport.gathers
 
     def chunk(self, host: torch.Tensor, slot: torch.Tensor, start: int, stop: int) -> None:
         if self._rank == 0:
-            copied = Signal(self._abort)
-            with on(self._device.to_device):
+            with on(self._to_device):
                 slot[start:stop].copy_(host[start:stop], non_blocking=True)
-                copied.fire(self._device.to_device)
-            copied.wait(self.stream)
-        with on(self.stream):
-            dist.broadcast(slot[start:stop], 0)
+        self._transport.broadcast(slot[start:stop], self._transport.offer(DELIVERY, self._to_device))
 
 
-def make_delivery(name: str, device: Device, rank: int, ranks: int, abort: Abort) -> Delivery:
+def make_delivery(name: str, device: Device, transport: Transport, rank: int, ranks: int) -> Delivery:
     """The delivery of a layout. A single rank copies everything itself, whatever the name."""
     if name == "replicated" or ranks == 1:
         return Replicated(device)
     if name == "sharded":
-        return Sharded(device, rank, ranks, abort)
-    return Broadcast(device, rank, abort)
+        return Sharded(device, transport, rank, ranks)
+    return Broadcast(device, transport, rank)

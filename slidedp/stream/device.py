@@ -42,6 +42,7 @@ class Device:
         self.to_device: torch.cuda.Stream | None = None
         self.to_host: torch.cuda.Stream | None = None
         self.collective: torch.cuda.Stream | None = None
+        self.gather: torch.cuda.Stream | None = None  # copies from other GPUs
         # Of updates on the GPU: state in, kernels, state and working copy out.
         self.state_in: torch.cuda.Stream | None = None
         self.update: torch.cuda.Stream | None = None
@@ -52,6 +53,7 @@ class Device:
             # Collectives go ahead of compute: their kernels are short and other GPUs wait for them.
             self.collective = torch.cuda.Stream(priority=-1)
             self.to_device, self.to_host = torch.cuda.Stream(), torch.cuda.Stream()
+            self.gather = torch.cuda.Stream()
             self.state_in, self.state_out = torch.cuda.Stream(), torch.cuda.Stream()
             self.update = torch.cuda.Stream(priority=-1)
             # An event and the clock at one moment: they place what GPUs and other processes do on one axis.

@@ -14,6 +14,9 @@ def join_ranks(device: str, rank: int, ranks: int, rendezvous: str) -> None:
     # All ranks are on this machine, and no other should be able to reach them.
     for library in ("GLOO", "NCCL"):
         os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
+    # A queue of its own for each stream: one that waits for another rank must not hold up what that rank
+    # waits for.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     cuda = device == "cuda"
     dist.init_process_group(
         "nccl" if cuda else "gloo",

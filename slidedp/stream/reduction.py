@@ -4,12 +4,12 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
-import torch.distributed as dist
 
 from slidedp.config import Layout
 from slidedp.host.landing import Landing
 from slidedp.model.units import Unit, shard
 from slidedp.stream.device import Abort, Device, Signal, on
+from slidedp.stream.transport import Transport
 
 
 class Arrival(NamedTuple):
@@ -53,35 +53,46 @@ class Scattered:
     `place(unit, start, stop)` is where a rank's share of chunk [start, stop) lands.
     """
 
-    def __init__(self, device: Device, place: Place, rank: int, ranks: int, abort: Abort, norm: bool) -> None:
-        self._device, self._place, self._abort, self._norm = device, place, abort, norm
-        self._rank, self._ranks = rank, ranks
+    def __init__(
+        self,
+        device: Device,
+        transport: Transport,
+        place: Place,
+        rank: int,
+        ranks: int,
+        abort: Abort,
+        norm: bool,
+    ) -> None:
+        self._transport, self._place, self._rank, self._ranks = transport, place, rank, ranks
+        self._land = _Land(device, transport, abort, norm)
 
     def chunk(self, unit: Unit, gradient: torch.Tensor, start: int, stop: int) -> Arrival:
         first, last, host_last = shard(start, stop, self._rank, self._ranks)
-        if self._ranks > 1:
-            with on(self._device.collective):
-                whole = gradient[start : start + (last - first) * self._ranks]
-                dist.reduce_scatter_tensor(gradient[first:last], whole)
-        source, target = gradient[first:host_last], self._place(unit, start, stop)
-        return _land(self._device, self._abort, source, target, self._norm)
+        self._transport.reduce_scatter(gradient[start : start + (last - first) * self._ranks])
+        return self._land(gradient[first:host_last], self._place(unit, start, stop))
 
 
 class ToRoot:
     """Reduce to rank 0, which lands the whole sum."""
 
-    def __init__(self, device: Device, landing: Landing, rank: int, abort: Abort, norm: bool) -> None:
-        self._device, self._landing, self._rank, self._abort = device, landing, rank, abort
-        self._norm = norm
+    def __init__(
+        self,
+        device: Device,
+        transport: Transport,
+        landing: Landing,
+        rank: int,
+        abort: Abort,
+        norm: bool,
+    ) -> None:
+        self._transport, self._landing, self._rank, self._abort = transport, landing, rank, abort
+        self._land = _Land(device, transport, abort, norm)
 
     def chunk(self, unit: Unit, gradient: torch.Tensor, start: int, stop: int) -> Arrival:
-        with on(self._device.collective):
-            dist.reduce(gradient[start:stop], 0)
+        self._transport.reduce(gradient[start:stop])
         if self._rank == 0:
-            lane = self._landing.lane(unit, 0)
-            return _land(self._device, self._abort, gradient[start:stop], lane[start:stop], self._norm)
+            return self._land(gradient[start:stop], self._landing.lane(unit, 0)[start:stop])
         done = Signal(self._abort)
-        done.fire(self._device.collective)
+        done.fire(self._transport.reduces)
         return Arrival(done, None)
 
 
@@ -95,19 +106,24 @@ def in_lane(landing: Landing, rank: int, ranks: int) -> Place:
     return place
 
 
-def _land(device: Device, abort: Abort, source: torch.Tensor, target: torch.Tensor, norm: bool) -> Arrival:
-    """Copies a reduced piece to its place, behind the collective; sums its squares if there is a `norm`."""
-    reduced, done = Signal(abort), Signal(abort)
-    squares = None
-    with on(device.collective):
-        if norm:
-            squares = device.take(_sum_of_squares(source))
-        reduced.fire(device.collective)
-    reduced.wait(device.to_host)
-    with on(device.to_host):
-        target.copy_(source, non_blocking=True)
-        done.fire(device.to_host)
-    return Arrival(done, squares)
+class _Land:
+    """Copies a reduced piece to its place, behind its reduction; sums its squares if there is a `norm`."""
+
+    def __init__(self, device: Device, transport: Transport, abort: Abort, norm: bool) -> None:
+        self._device, self._reduces, self._abort, self._norm = device, transport.reduces, abort, norm
+
+    def __call__(self, source: torch.Tensor, target: torch.Tensor) -> Arrival:
+        reduced, done = Signal(self._abort), Signal(self._abort)
+        squares = None
+        with on(self._reduces):
+            if self._norm:
+                squares = self._device.take(_sum_of_squares(source))
+            reduced.fire(self._reduces)
+        reduced.wait(self._device.to_host)
+        with on(self._device.to_host):
+            target.copy_(source, non_blocking=True)
+            done.fire(self._device.to_host)
+        return Arrival(done, squares)
 
 
 def _sum_of_squares(x: torch.Tensor) -> torch.Tensor:
@@ -120,12 +136,18 @@ def _sum_of_squares(x: torch.Tensor) -> torch.Tensor:
 
 
 def make_reduction(
-    layout: Layout, device: Device, landing: Landing, rank: int, ranks: int, abort: Abort
+    layout: Layout,
+    device: Device,
+    transport: Transport,
+    landing: Landing,
+    rank: int,
+    ranks: int,
+    abort: Abort,
 ) -> Reduction:
     """The reduction of a layout. A single rank's gradient is the sum already, whatever its name."""
     norm = layout.schedule == "in_forward"
     if layout.reduction == "cpu" and ranks > 1:
         return OnHost(device, landing, rank, abort)
     if layout.reduction == "gpu" or ranks == 1:
-        return Scattered(device, in_lane(landing, rank, ranks), rank, ranks, abort, norm)
-    return ToRoot(device, landing, rank, abort, norm)
+        return Scattered(device, transport, in_lane(landing, rank, ranks), rank, ranks, abort, norm)
+    return ToRoot(device, transport, landing, rank, abort, norm)

@@ -5,6 +5,7 @@ The compute thread (`Engine.step`) and the transfer thread meet only through sig
 and run ahead; on CUDA the waiting itself happens on the GPU, by events.
 """
 
+import math
 import queue
 import threading
 from collections.abc import Callable
@@ -42,6 +43,7 @@ from slidedp.stream.reduction import Arrival, Reduction, Scattered, make_reducti
 from slidedp.stream.signals import Step
 from slidedp.stream.stash import ActivationStash
 from slidedp.stream.timeline import Timeline
+from slidedp.stream.transport import Collectives, Copies, Transport, staging_shape
 from slidedp.stream.update import ShardUpdate
 
 
@@ -86,8 +88,9 @@ class Engine:
         self.visits = Visits(layers)
         self.modes = layout.activation_modes(layers)
         self.buffers = Buffers(device, self.units, layout, self.ranks, self.dtype, config.gradient_dtype)
+        self.transport = self._make_transport()
         self.updates = ShardUpdate(
-            device, config, layout, self.buffers, state, gates, rank, self.ranks, abort
+            device, config, layout, self.buffers, self.transport, state, gates, rank, self.ranks, abort
         )
         self.stash = ActivationStash(
             device, config, self.units[-1].parameters[-1].numel, self.modes, self.dtype
@@ -124,7 +127,16 @@ class Engine:
             while thread.is_alive():
                 thread.join(0.5)
                 self.abort.check()
+        self.transport.close()
         self.stash.close()
+
+    def _make_transport(self) -> Transport:
+        device, rank, ranks = self.device, self.rank, self.ranks
+        if self.layout.transport == "collective" or ranks == 1:
+            return Collectives(device, rank, ranks, self.abort)
+        shape = staging_shape(self.units, self.layout, ranks, self.dtype.itemsize)
+        staging = device.zeros(math.prod(shape), self.config.gradient_dtype).view(shape)
+        return Copies(device, self.buffers.arena, rank, ranks, staging, self.abort)
 
     def _guard(self, work: Callable[[], None]) -> None:
         try:
@@ -264,7 +276,7 @@ class Engine:
         buffer = self.buffers.gradient(unit)
         if buffer.free is not None:
             with step.timeline.span("compute", unit.name, "wait gradient buffer"):
-                buffer.free.wait(self.device.compute)
+                buffer.wait_free(self.device.compute)
         buffer.free = step.signal("reduced", unit.index)
         targets = [view.view(buffer.memory) for view in unit.views]
         torch._foreach_copy_(targets, [gradients[view.local] for view in unit.views])
@@ -273,10 +285,11 @@ class Engine:
     # --- transfers ------------------------------------------------------------------------------
 
     def _transfer(self) -> None:
-        delivery = make_delivery(self.layout.delivery, self.device, self.rank, self.ranks, self.abort)
-        reduction = make_reduction(self.layout, self.device, self.landing, self.rank, self.ranks, self.abort)
+        device, transport, rank, ranks = self.device, self.transport, self.rank, self.ranks
+        delivery = make_delivery(self.layout.delivery, device, transport, rank, ranks)
+        reduction = make_reduction(self.layout, device, transport, self.landing, rank, ranks, self.abort)
         norm = self.layout.schedule == "in_forward"
-        kept = Scattered(self.device, self.updates.gradient, self.rank, self.ranks, self.abort, norm)
+        kept = Scattered(device, transport, self.updates.gradient, rank, ranks, self.abort, norm)
         program = transfers(
             len(self.units) - 2,
             min(self.layout.window, len(self.units) - 2),
@@ -316,43 +329,44 @@ class Engine:
         slot, forward = self.buffers.slot(unit), transfer.visit <= self.visits.head
         if forward and self.updates.is_fresh(unit):
             slot.free = step.signal("visited", transfer.release)
-            with step.timeline.span(
-                "deliver", unit.name, "gather", self.device.collective, self.device.collective
-            ):
+            gathers = self.transport.gathers
+            with step.timeline.span("deliver", unit.name, "gather", gathers, gathers):
                 self.updates.gather(unit)
-            step.signal("delivered", transfer.visit).fire(self.device.collective)
+            slot.read = self.transport.gathered()
+            step.signal("delivered", transfer.visit).fire(gathers)
             return
         # Publish, then deliver: in backward too, where the forward took a fresh slot and the version that
         # it computed with may still be on its way to the host.
         self.gates.wait_published(unit.index, step.number)
-        if slot.free is not None:
-            slot.free.wait(self.device.to_device)
-            slot.free.wait(self.device.collective)
+        slot.wait_free(self.device.to_device)
+        slot.wait_free(delivery.stream)
         slot.free = step.signal("visited", transfer.release)
         source = self.state.delivered(unit)
         with step.timeline.span("deliver", unit.name, "deliver", self.device.to_device, delivery.stream):
             for start, stop in self._chunks(unit):
                 delivery.chunk(source, slot.memory, start, stop)
+        slot.read = self.transport.gathered()
         step.signal("delivered", transfer.visit).fire(delivery.stream)
 
     def _reduce(self, step: Step, unit: Unit, reduction: Reduction) -> None:
-        gradient = self.buffers.gradient(unit).memory
+        buffer, reduces = self.buffers.gradient(unit), self.transport.reduces
         complete = step.signal("gradient", unit.index)
-        complete.wait(self.device.collective)
+        complete.wait(reduces)
         complete.wait(self.device.to_host)
         stays = unit.index in self.updates.indices
         if not stays:
             self.gates.wait_consumed(*self.landing.plan.previous(unit, step.number))
-        with step.timeline.span("reduce", unit.name, "reduce", self.device.collective, self.device.to_host):
+        with step.timeline.span("reduce", unit.name, "reduce", reduces, self.device.to_host):
             for i, (start, stop) in enumerate(self._chunks(unit)):
-                arrival = reduction.chunk(unit, gradient, start, stop)
+                arrival = reduction.chunk(unit, buffer.memory, start, stop)
                 if stays:
                     self.updates.landed(unit, start, arrival.done)
                 if not stays or self.layout.schedule == "in_forward":
                     self._landings.put((Landed(step.number, unit.index, i, 0.0), arrival))
-        # The buffer is free when both the collectives and the copies that read it have run.
-        if self.device.to_host is not None and self.device.collective is not None:
-            self.device.to_host.wait_stream(self.device.collective)
+        # The buffer is free when both the reductions and the copies that read it have run.
+        if self.device.to_host is not None and reduces is not None:
+            self.device.to_host.wait_stream(reduces)
+        buffer.read = self.transport.reduced()
         step.signal("reduced", unit.index).fire(self.device.to_host)
 
     def _update(self, step: Step, unit: Unit) -> None:

@@ -12,7 +12,6 @@ step's delivery is one all-gather between GPUs.
 from collections import deque
 
 import torch
-import torch.distributed as dist
 
 from slidedp.config import Config, Layout
 from slidedp.host.groups import segments
@@ -23,6 +22,7 @@ from slidedp.stream.adamw import adamw_update
 from slidedp.stream.buffers import Buffers
 from slidedp.stream.device import Abort, Device, Signal, on
 from slidedp.stream.gates import Gates
+from slidedp.stream.transport import UPDATE, Offer, Transport
 
 
 class _Entry:
@@ -54,6 +54,7 @@ class ShardUpdate:
         config: Config,
         layout: Layout,
         buffers: Buffers,
+        transport: Transport,
         state: HostState,
         gates: Gates,
         rank: int,
@@ -61,6 +62,7 @@ class ShardUpdate:
         abort: Abort,
     ) -> None:
         self._device, self._optimizer, self._buffers = device, config.optimizer, buffers
+        self._transport = transport
         self._state, self._gates, self._abort = state, gates, abort
         self._rank, self._ranks = rank, ranks
         self.indices = layout.updated_on_gpu(len(state.units) - 2, frozen_units(state.units))
@@ -81,7 +83,7 @@ class ShardUpdate:
         self._loaded: deque[_Entry] = deque()
         self._written: dict[tuple[int, int], Signal] = {}
         self._landed: dict[tuple[int, int], Signal] = {}
-        self._fresh: dict[int, list[Signal]] = {}
+        self._fresh: dict[int, list[Offer]] = {}
 
     # --- gradients ------------------------------------------------------------------------------
 
@@ -130,9 +132,9 @@ class ShardUpdate:
         """Enqueues the unit's update of `step`; the signal fires when all of it is on the host."""
         device, coefficients = self._device, self._gates.wait_coefficients(step)
         slot = self._buffers.slot(unit) if unit.index in self._in_slot else None
-        if slot is not None and slot.free is not None:
-            slot.free.wait(device.update)
-        ready = []
+        if slot is not None:
+            slot.wait_free(device.update)
+        offers = []
         for start, stop in self._chunks[unit.index]:
             first, _, last = shard(start, stop, self._rank, self._ranks)
             entry = self._loaded.popleft()
@@ -144,7 +146,6 @@ class ShardUpdate:
             grad_scale = coefficients.grad_scale
             if grad_scale is None:
                 entry.free = self._fired(device.update)
-                ready.append(entry.free)
                 self._load_next()
                 continue
             with on(device.update):
@@ -152,8 +153,9 @@ class ShardUpdate:
                 self._adamw(unit, first, last, [*state, out, gradient], grad_scale, coefficients)
                 if slot is not None:  # a copy: the slot may be another unit's before `out` is on the host
                     slot.memory[first:last].copy_(out)
-                ready.append(self._fired(device.update))
-            ready[-1].wait(device.state_out)
+            if slot is not None:
+                offers.append(self._transport.offer(UPDATE, device.update))
+            self._fired(device.update).wait(device.state_out)
             with on(device.state_out):
                 if self._state.unit(unit).working is not None:  # what others wait for goes first
                     self._state.delivered(unit)[first:last].copy_(out, non_blocking=True)
@@ -163,7 +165,7 @@ class ShardUpdate:
             self._load_next()
         # A step that is skipped leaves the slot as it is: embed's holds the head by then.
         if slot is not None and coefficients.grad_scale is not None:
-            self._fresh[unit.index] = ready
+            self._fresh[unit.index] = offers
         return self._fired(device.state_out)
 
     def _adamw(
@@ -197,12 +199,8 @@ class ShardUpdate:
         return unit.index in self._fresh
 
     def gather(self, unit: Unit) -> None:
-        """Enqueues on the collective stream what makes a fresh slot whole."""
-        stream, slot = self._device.collective, self._buffers.slot(unit).memory
-        for (start, stop), ready in zip(self._chunks[unit.index], self._fresh.pop(unit.index), strict=True):
-            ready.wait(stream)
-            if self._ranks > 1:
-                first, last, _ = shard(start, stop, self._rank, self._ranks)
-                with on(stream):
-                    whole = slot[start : start + (last - first) * self._ranks]
-                    dist.all_gather_into_tensor(whole, slot[first:last])
+        """Enqueues what makes a fresh slot whole."""
+        slot, offers = self._buffers.slot(unit).memory, self._fresh.pop(unit.index)
+        for (start, stop), offer in zip(self._chunks[unit.index], offers, strict=True):
+            first, last, _ = shard(start, stop, self._rank, self._ranks)
+            self._transport.all_gather(slot[start : start + (last - first) * self._ranks], offer)

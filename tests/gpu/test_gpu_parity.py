@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from slidedp.config import DELIVERIES, REDUCTIONS, Config, Data, Layout, Optimizer
+from slidedp.config import DELIVERIES, REDUCTIONS, TRANSPORTS, Config, Data, Layout, Optimizer
 from slidedp.data.samples import write_samples
 from slidedp.session import launch
 from tests import reference
@@ -29,6 +29,7 @@ def layouts(schedule: str) -> list[Layout]:
             schedule=schedule,
             gpu_updates=(2, 4, 7)[i % 3] if reduction == "gpu" else 0,
             update_slots=1 + 2 * (i % 3),
+            transport=TRANSPORTS[i % 2],
         )
         for i, (delivery, reduction) in enumerate(cases)
     ]

@@ -13,7 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from slidedp.config import ACTIVATIONS, DELIVERIES, LANDINGS, REDUCTIONS, Config, Data, Layout, Optimizer
+from slidedp.config import (
+    ACTIVATIONS,
+    DELIVERIES,
+    LANDINGS,
+    REDUCTIONS,
+    TRANSPORTS,
+    Config,
+    Data,
+    Layout,
+    Optimizer,
+)
 from slidedp.data.samples import write_samples
 from tests import reference
 from tests.pool import small_model
@@ -87,6 +97,7 @@ def some_layout(random: Random, route: tuple[str, str], **fixed: Any) -> Layout:
         "activations": tuple(random.choice(ACTIVATIONS) for _ in range(LAYERS)),
         "schedule": "in_forward",
         "landing": random.choice(LANDINGS),
+        "transport": random.choice(TRANSPORTS),
     }
     if route[1] == "gpu":
         settings |= {"gpu_updates": random.randint(0, LAYERS + 2), "update_slots": random.randint(1, 9)}

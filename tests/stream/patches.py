@@ -17,7 +17,8 @@ from slidedp import checkpoint
 from slidedp.host.messages import Written
 from slidedp.host.worker import OptimizerWorker
 from slidedp.model.units import shard
-from slidedp.stream import delivery, reduction, step
+from slidedp.stream import delivery, reduction, step, transport
+from slidedp.stream.arena import HostPeers
 from slidedp.stream.device import Abort, Signal
 from slidedp.stream.gates import Gates
 from slidedp.stream.signals import Step
@@ -137,6 +138,16 @@ def _without_free(attribute: str) -> Wrap:
     return wrap
 
 
+def _taking_all_offers(wait: Callable) -> Callable:
+    """`Copies._wait`: what another rank offers is read whether it is in place or not."""
+
+    def careless(copies: transport.Copies, kind: int, *rest: Any) -> None:
+        if kind in (transport.GATHERED, transport.REDUCED):
+            wait(copies, kind, *rest)
+
+    return careless
+
+
 def _without_free_ring(hold: Callable) -> Callable:
     def careless(stash: ActivationStash, *arguments: Any) -> None:
         stash._out.free = [None] * len(stash._out.free)
@@ -224,7 +235,9 @@ PATCHES: dict[str, tuple[Any, Any, str, Wrap]] = {
     "slow deliveries of rank 0": (0, Engine, "_deliver", _pausing(PAUSE / 5)),
     "slow reductions": ("all", Engine, "_reduce", _pausing()),
     "slow reductions of rank 1": (1, Engine, "_reduce", _pausing()),
-    "slow landing of rank 1": (1, reduction, "_land", _pausing(PAUSE / 10)),
+    "slow updates of rank 1": (1, ShardUpdate, "update", _pausing()),
+    "slow landing of rank 1": (1, reduction._Land, "__call__", _pausing(PAUSE / 10)),
+    "slow pulls of rank 1": (1, HostPeers, "pull", _pausing()),
     "writes of rank 1 on a thread": (1, ShardUpdate, "update", _writing_on_a_thread),
     "no wait for all writes": (None, OptimizerWorker, "handle", _first_write_is_enough),
     "slow stash": ("all", ActivationStash, "to_host", _pausing()),
@@ -234,6 +247,8 @@ PATCHES: dict[str, tuple[Any, Any, str, Wrap]] = {
     "no wait for all ranks": (None, OptimizerWorker, "_landed", _first_arrival_is_enough),
     "no check of landings": (None, OptimizerWorker, "_expect", _at_once),
     "no wait for slot": ("all", Engine, "_deliver", _without_free("slot")),
+    "no wait for others' reading": ("all", transport._Read, "wait", _at_once),
+    "no wait for others' offers": ("all", transport.Copies, "_wait", _taking_all_offers),
     "no wait for gradient buffer": ("all", Engine, "_submit", _without_free("gradient")),
     "no wait for delivered": ("all", Step, "signal", _never_waiting("delivered", "MainThread")),
     "no wait for gradient": ("all", Step, "signal", _never_waiting("gradient", "slidedp-transfer")),
@@ -253,7 +268,8 @@ HAND_OVERS: tuple[tuple[Any, str], ...] = (
         (kind, "chunk") for kind in (delivery.Replicated, delivery.Sharded, delivery.Broadcast)
     ),  # copy, gather
     *((kind, "chunk") for kind in (reduction.OnHost, reduction.Scattered, reduction.ToRoot)),  # reduce
-    (reduction, "_land"),
+    (reduction._Land, "__call__"),
+    *((HostPeers, name) for name in ("pull", "write")),
     (Signal, "fire"),
     (Gates, "send"),  # landed
     (Gates, "_apply"),  # published

@@ -54,7 +54,14 @@ GATES = {
     "outgoing ring": (layout(activations=OFFLOADED, window=5), "slow stash"),
     "stashed": (layout(activations=OFFLOADED, window=5), "stash on a thread"),
 }
+# Among several chunks, each waits for the other rank's offer of the one before.
+WHOLE_UNITS = {"transport": "copy", "chunk_bytes": 2**20}
 MORE = [
+    ("others' offers", layout("sharded", "cpu", transport="copy"), "slow deliveries of rank 0"),
+    ("others' offers", layout(transport="copy"), "slow reductions of rank 1"),
+    ("others' offers", layout(transport="copy", gpu_updates=3), "slow updates of rank 1"),
+    ("others' reading", layout("sharded", "cpu", window=1, **WHOLE_UNITS), "slow pulls of rank 1"),
+    ("others' reading", layout(gradient_slots=1, window=5, **WHOLE_UNITS), "slow pulls of rank 1"),
     ("all writes", layout(gpu_updates=LAYERS + 2), "writes of rank 1 on a thread"),
     ("consumed", layout(reduction="cpu", gradient_slots=3, window=5), "slow worker"),
     ("all ranks", layout("sharded", "gpu"), "slow landing of rank 1"),
@@ -62,7 +69,7 @@ MORE = [
     ("all ranks", layout(reduction="cpu", schedule="in_backward"), "slow reductions of rank 1"),
 ]
 CASES = [*((gate, *case) for gate, case in GATES.items()), *MORE]
-IDS = [f"{gate}-{at.reduction}-{at.schedule}" for gate, at, _ in CASES]
+IDS = [f"{gate}-{at.delivery}-{at.reduction}-{at.schedule}" for gate, at, _ in CASES]
 
 
 @pytest.mark.parametrize(("gate", "wanted", "delay"), CASES, ids=IDS)
