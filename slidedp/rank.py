@@ -1,5 +1,6 @@
 """What one rank process does, top to bottom."""
 
+import gc
 import sys
 import time
 import types
@@ -29,7 +30,7 @@ from slidedp.model.documents import VARLEN, Positions, has_varlen, within_docume
 from slidedp.model.families import LayerFunction, layer_function, norm_function, rotary_tables, skeleton
 from slidedp.model.loss import IGNORED, softmax_gradient
 from slidedp.model.units import frozen_units
-from slidedp.stream.device import Abort, Aborted, Device
+from slidedp.stream.device import Abort, Aborted, Device, HostScalar
 from slidedp.stream.gates import Gates
 from slidedp.stream.group import join_ranks
 from slidedp.stream.recorder import Recorder
@@ -132,6 +133,7 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
                 if begin.layout is not None and begin.landing is not None:
                     release(engine, landing)
                     del engine, landing
+                    gc.collect()  # an engine's parts refer to one another
                     if device.is_cuda:
                         torch.cuda.empty_cache()
                         torch.cuda.reset_peak_memory_stats()
@@ -250,18 +252,22 @@ class MetricsQueue:
     def __init__(self, rank: int, device: Device, launcher: Connection, passes: int) -> None:
         self._rank, self._device, self._launcher, self._passes = rank, device, launcher, passes
         self._partial: dict[str, Any] | None = None
-        self._pending: deque[tuple[int, torch.Tensor, int, Timeline]] = deque()
+        self._pending: deque[tuple[int, HostScalar, int, Timeline]] = deque()
         self._previous: Timeline | None = None
 
-    def add(self, number: int, loss: torch.Tensor, targets: int, timeline: Timeline) -> None:
+    def add(self, number: int, loss: HostScalar, targets: int, timeline: Timeline) -> None:
         """What pass `number` of the run computes."""
         self._pending.append((number, loss, targets, timeline))
         while self._pending and self._complete():
             self._send()
 
     def _complete(self) -> bool:
-        number, _, _, timeline = self._pending[0]
-        return timeline.done() and (timeline.all_done() or not _sampled(number // self._passes, timeline))
+        number, loss, _, timeline = self._pending[0]
+        return (
+            timeline.done()
+            and loss.done()
+            and (timeline.all_done() or not _sampled(number // self._passes, timeline))
+        )
 
     def flush(self) -> None:
         """Sends what there is. The next step is not timed: it does not follow at once."""

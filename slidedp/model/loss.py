@@ -51,10 +51,11 @@ def linear_cross_entropy(
         loss += partial
         torch.mm(signal, weight, out=gradient[start : start + piece])
         if hidden.is_cuda and hidden.dtype != torch.float32:
-            product = torch.mm(signal.t(), part, out_dtype=torch.float32)
+            # The matrix product adds to the sum itself: a sum of its own would cost a sixth of its time.
+            arguments = weight_gradient, signal.t(), part
+            torch.addmm(*arguments, out_dtype=torch.float32, out=weight_gradient)
         else:
-            product = (signal.t() @ part).float()
-        weight_gradient += product
+            weight_gradient += (signal.t() @ part).float()
     return loss, gradient
 
 

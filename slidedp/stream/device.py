@@ -43,6 +43,10 @@ class Device:
         self.to_host: torch.cuda.Stream | None = None
         self.collective: torch.cuda.Stream | None = None
         self.gather: torch.cuda.Stream | None = None  # copies from other GPUs
+        # Of a step's tokens and its loss. A copy engine takes one copy after another, whatever their size:
+        # on the compute stream, the loss stood 90 ms behind the state that updates had put in the queue.
+        self.tokens_in: torch.cuda.Stream | None = None
+        self.loss_out: torch.cuda.Stream | None = None
         # Of updates on the GPU: state in, kernels, state and working copy out.
         self.state_in: torch.cuda.Stream | None = None
         self.update: torch.cuda.Stream | None = None
@@ -53,7 +57,7 @@ class Device:
             # Collectives go ahead of compute: their kernels are short and other GPUs wait for them.
             self.collective = torch.cuda.Stream(priority=-1)
             self.to_device, self.to_host = torch.cuda.Stream(), torch.cuda.Stream()
-            self.gather = torch.cuda.Stream()
+            self.gather, self.tokens_in, self.loss_out = (torch.cuda.Stream() for _ in range(3))
             self.state_in, self.state_out = torch.cuda.Stream(), torch.cuda.Stream()
             self.update = torch.cuda.Stream(priority=-1)
             # An event and the clock at one moment: they place what GPUs and other processes do on one axis.
@@ -75,14 +79,32 @@ class Device:
         return torch.zeros(numel, dtype=dtype, device=self.torch)
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a small host tensor on the device, behind the current stream's work. From pageable
-        memory it would wait for all of that work."""
-        return tensor.pin_memory().to(self.torch, non_blocking=True) if self.is_cuda else tensor
+        """A copy of a small host tensor on the device, for the current stream. It does not wait for the
+        stream's earlier work, as it would from pageable memory."""
+        if self.tokens_in is None:
+            return tensor
+        with on(self.tokens_in):
+            moved = tensor.pin_memory().to(self.torch, non_blocking=True)
+        current = torch.cuda.current_stream()
+        current.wait_stream(self.tokens_in)
+        moved.record_stream(current)
+        return moved
 
-    def take(self, value: torch.Tensor) -> torch.Tensor:
+    def take(self, value: torch.Tensor) -> "HostScalar":
+        """The scalar that the current stream's work so far computes, on its way to the host."""
+        if self.loss_out is None:
+            return HostScalar(value, None)
+        self.loss_out.wait_stream(torch.cuda.current_stream())
+        with on(self.loss_out):
+            on_host, copied = self.copied(value), torch.cuda.Event()
+            copied.record()
+        return HostScalar(on_host, copied)
+
+    def copied(self, value: torch.Tensor) -> torch.Tensor:
         """A device scalar on the host, valid once the current stream's work so far has run."""
         if not self.is_cuda:
             return value
+        value.record_stream(torch.cuda.current_stream())
         on_host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
         return on_host.copy_(value, non_blocking=True)
 
@@ -101,6 +123,23 @@ class Device:
     def peak_bytes(self) -> int:
         """Most GPU memory allocated so far; 0 on a CPU."""
         return torch.cuda.max_memory_allocated() if self.is_cuda else 0
+
+
+class HostScalar:
+    """A number that a device computes, on its way to the host."""
+
+    def __init__(self, value: torch.Tensor, copied: torch.cuda.Event | None) -> None:
+        self._value, self._copied = value, copied
+
+    def done(self) -> bool:
+        """Whether it is here."""
+        return self._copied is None or self._copied.query()
+
+    def __float__(self) -> float:
+        """The number; waits for it."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return float(self._value)
 
 
 @contextmanager

@@ -117,11 +117,13 @@ class _Land:
         squares = None
         with on(self._reduces):
             if self._norm:
-                squares = self._device.take(_sum_of_squares(source))
+                squares = _sum_of_squares(source)
             reduced.fire(self._reduces)
         reduced.wait(self._device.to_host)
         with on(self._device.to_host):
             target.copy_(source, non_blocking=True)
+            if squares is not None:  # here, not on the reductions' stream: large copies may be ahead of it
+                squares = self._device.copied(squares)
             done.fire(self._device.to_host)
         return Arrival(done, squares)
 

@@ -26,7 +26,7 @@ from slidedp.model.units import Unit, chunks
 from slidedp.stream.activations import Activations, Keep, LayerCall, Offload, Recompute
 from slidedp.stream.buffers import Buffers, is_tied
 from slidedp.stream.delivery import Delivery, make_delivery
-from slidedp.stream.device import Abort, Device
+from slidedp.stream.device import Abort, Device, HostScalar
 from slidedp.stream.gates import Gates
 from slidedp.stream.program import (
     Deliver,
@@ -155,11 +155,11 @@ class Engine:
         labels: torch.Tensor,
         positions: Positions,
         profiled: bool = False,
-    ) -> tuple[torch.Tensor, Timeline]:
+    ) -> tuple[HostScalar, Timeline]:
         """Enqueues one step on [batch, sequence] int64 device tensors.
 
-        Returns the loss summed over this rank's targets (FP32 scalar on the host, there when the
-        timeline is done) and the timeline. All transfers of the step follow from the transfer thread.
+        Returns the loss summed over this rank's targets and the timeline. All transfers of the step follow
+        from the transfer thread.
         `profiled`: torch.profiler records the step.
         """
         self.positions = positions
@@ -185,9 +185,8 @@ class Engine:
             if not unit.frozen:
                 self._submit(step, unit, dict(zip(parameters, rest, strict=True)))
         self._embed_backward(step, embed, input_ids, gradient, tied_gradient)
-        loss = self.device.take(loss)
         timeline.close()
-        return loss, timeline
+        return self.device.take(loss), timeline
 
     @torch.no_grad()
     def evaluate(

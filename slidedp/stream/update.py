@@ -102,6 +102,9 @@ class ShardUpdate:
     def begin(self) -> None:
         """Starts to bring up the state that the step's updates begin with."""
         self._position = 0
+        if self._device.state_in is not None and self._device.to_device is not None:
+            # The head's delivery is on its way, and needed at once.
+            self._device.state_in.wait_stream(self._device.to_device)
         for _ in self._ring:
             self._load_next()
 
