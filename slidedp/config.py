@@ -139,11 +139,11 @@ class Layout:
         return self.activations
 
     def updated_on_gpu(self, layers: int, frozen: frozenset[int] = frozenset()) -> frozenset[int]:
-        """Indices of the units that `gpu_updates` means: `embed` (0) and the first `window` layers, whose
-        slots are theirs from backward to the next forward; then other layers, evenly spread, so that the
-        GPUs and the worker both keep up with backward; the head (layers + 1) last. The indices in `frozen`
-        are left out."""
-        near = 1 + min(self.window, layers)
+        """Indices of the units that `gpu_updates` means: `embed` (0) and the first layers, up to three of
+        those whose slots are theirs from backward to the next forward; then other layers, evenly spread, so
+        that the GPUs and the worker both keep up with backward; the head (layers + 1) last. The indices in
+        `frozen` are left out."""
+        near = 1 + min(self.window, layers, 3)
         count = min(self.gpu_updates, layers + 2)
         rest = layers + 1 - near
         spread = min(max(0, count - near), rest)

@@ -1,7 +1,10 @@
-"""Free memory of the visible GPUs, without a CUDA context: the launcher's would stay on every GPU."""
+"""What the launcher asks about the visible GPUs, without a CUDA context: it would stay on every GPU."""
 
 import ctypes
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -19,13 +22,33 @@ def free_gpu_bytes(count: int) -> list[int]:
     They are numbered as NVML does, by PCI bus. CUDA numbers GPUs of one model alike; among different
     ones the fastest is first, unless CUDA_DEVICE_ORDER=PCI_BUS_ID.
     """
+    with _nvml() as nvml:
+        if nvml is None:
+            return [torch.cuda.mem_get_info(index)[0] for index in range(count)]
+        return [_free(nvml, _device(nvml, name)) for name in _visible(count)]
+
+
+def reach_one_another(count: int) -> bool:
+    """Whether each of the first `count` GPUs can read the memory of all others."""
+    with _nvml() as nvml:
+        if nvml is None:
+            return all(torch.cuda.can_device_access_peer(*pair) for pair in permutations(range(count), 2))
+        return all(
+            _reads(nvml, *pair) for pair in permutations([_device(nvml, n) for n in _visible(count)], 2)
+        )
+
+
+@contextmanager
+def _nvml() -> Iterator[Any]:
+    """The management library; None in a container without the driver's utilities."""
     try:
         nvml = ctypes.CDLL("libnvidia-ml.so.1")
         _checked(nvml.nvmlInit_v2())
-    except OSError:  # a container without the driver's utilities
-        return [torch.cuda.mem_get_info(index)[0] for index in range(count)]
+    except OSError:
+        yield None
+        return
     try:
-        return [_free(nvml, name) for name in _visible(count)]
+        yield nvml
     finally:
         nvml.nvmlShutdown()
 
@@ -38,12 +61,23 @@ def _visible(count: int) -> list[str]:
     return [name.strip() for name in names.split(",")][:count]
 
 
-def _free(nvml: Any, name: str) -> int:
-    device, memory = ctypes.c_void_p(), _Memory()
+def _device(nvml: Any, name: str) -> ctypes.c_void_p:
+    device = ctypes.c_void_p()
     if name.isdecimal():
         _checked(nvml.nvmlDeviceGetHandleByIndex_v2(int(name), ctypes.byref(device)))
     else:
         _checked(nvml.nvmlDeviceGetHandleByUUID(_whole_uuid(nvml, name).encode(), ctypes.byref(device)))
+    return device
+
+
+def _reads(nvml: Any, reader: ctypes.c_void_p, owner: ctypes.c_void_p) -> bool:
+    read, status = 0, ctypes.c_uint()  # NVML_P2P_CAPS_INDEX_READ
+    _checked(nvml.nvmlDeviceGetP2PStatus(reader, owner, read, ctypes.byref(status)))
+    return status.value == 0  # NVML_P2P_STATUS_OK
+
+
+def _free(nvml: Any, device: ctypes.c_void_p) -> int:
+    memory = _Memory()
     _checked(nvml.nvmlDeviceGetMemoryInfo(device, ctypes.byref(memory)))
     return memory.free
 

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from slidedp.config import DTYPES, Config, Layout
 from slidedp.errors import ConfigError
-from slidedp.gpus import free_gpu_bytes
+from slidedp.gpus import free_gpu_bytes, reach_one_another
 from slidedp.host.groups import check_groups
 from slidedp.host.landing import LandingPlan
 from slidedp.host.memory import available_bytes
@@ -61,7 +61,8 @@ class Plan:
         return {name: getattr(self, name) for name in names}
 
     def check(self) -> None:
-        """Refuses a run that cannot fit, in one line."""
+        """Refuses a run that this machine cannot carry out, in one line."""
+        self.check_transport()
         if self.host_bytes > self.host_available:
             raise ConfigError(
                 f"not enough host memory: the run needs {_size(self.host_bytes)} and "
@@ -81,6 +82,14 @@ class Plan:
             raise ConfigError(
                 f"{what}: a rank needs about {_size(device)} under this layout, at least {_size(least)} "
                 f"under any, and may take {_size(limit)}; {remedy}"
+            )
+
+    def check_transport(self) -> None:
+        """Refuses copies between GPUs that cannot read one another's memory."""
+        ranks, copies = int(self.config.ranks or 1), self.config.layout.transport == "copy"
+        if copies and self.config.device == "cuda" and not reach_one_another(ranks):
+            raise ConfigError(
+                "layout.transport='copy': these GPUs cannot read one another's memory; use 'collective'"
             )
 
     @property

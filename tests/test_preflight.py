@@ -1,5 +1,6 @@
 """What preflight says, against what is really allocated, on any device."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -81,6 +82,18 @@ def test_buffers_are_exactly_as_said(layout, tied, dtype, reduced):
         stash.close()
         landing.close()
         state.close()
+
+
+def test_gpus_that_cannot_read_one_another_take_collectives(gpus, monkeypatch):
+    said = plan(config({"transport": "copy"}, device="cuda"))
+    for reachable in (True, False):
+        monkeypatch.setattr(
+            "slidedp.preflight.reach_one_another", lambda count, reachable=reachable: reachable
+        )
+        context = nullcontext() if reachable else pytest.raises(ConfigError, match="use 'collective'")
+        with context:
+            said.check()
+    replace(said, config=replace(said.config, layout=Layout())).check()
 
 
 def test_parameters_and_totals():

@@ -22,8 +22,8 @@ class Preset(NamedTuple):
 
 
 def _layout(activations: str, gpu_updates: int, **settings: object) -> Layout:
-    fields = {"schedule": "in_backward", "update_slots": 20, "activations": activations} | settings
-    return Layout(gpu_updates=gpu_updates, **fields)  # type: ignore[arg-type]
+    fields = {"transport": "copy", "schedule": "in_backward", "update_slots": 20} | settings
+    return Layout(activations=activations, gpu_updates=gpu_updates, **fields)  # type: ignore[arg-type]
 
 
 PRESETS = {
@@ -37,21 +37,21 @@ PRESETS = {
     "8b": Preset(
         "8B",
         2,
-        {24: [_layout("keep", n) for n in (2, 6)]},
+        {24: [_layout("keep", 4, update_slots=37)]},
         [Case(12, "none"), Case(16, "0.5")],
         [],
     ),
     "8b-batch-16": Preset(
         "8B",
         2,
-        {16: [_layout("keep", n, update_slots=24) for n in (12, 20)]},
+        {16: [_layout("keep", n, window=36, update_slots=40) for n in (10, 14)]},
         [Case(16, "0.5")],
         [16],
     ),
     "8b-batch-4": Preset(
         "8B",
         2,
-        {4: [_layout("keep", n, update_slots=24) for n in (20, 38)]},
+        {4: [_layout("keep", n, window=36, update_slots=60) for n in (12, 18)]},
         [Case(4, "none")],
         [4],
     ),
