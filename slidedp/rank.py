@@ -295,6 +295,7 @@ class MetricsQueue:
             "step_seconds": timeline.seconds_since(self._previous) if self._previous else None,
             "wait_seconds": waits,
             "gpu_peak_bytes": self._device.peak_bytes(),
+            "allocator_retries": self._device.allocator_retries(),
             "anonymous_bytes": anonymous_bytes(),
             "began": timeline.began(),
         }

@@ -106,8 +106,9 @@ class RunLog:
         return next((float(peak) for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
     def ranks(self) -> pd.DataFrame:
-        """One row per step and rank: loss (mean over the rank's targets), targets, seconds, and the
-        seconds its compute waited, by cause."""
+        """One row per step and rank: loss (mean over the rank's targets), targets, seconds, the most GPU
+        memory and the allocator's retries so far (each stalls the GPU: the layout takes too much memory), and
+        the seconds its compute waited, by cause."""
         rows = []
         for e in self.events("step"):
             waits = {f"wait_{cause.replace(' ', '_')}": s for cause, s in e["wait_seconds"].items()}
@@ -121,10 +122,12 @@ class RunLog:
                     "compute_seconds": e["compute_seconds"],
                     "step_seconds": math.nan if e["step_seconds"] is None else e["step_seconds"],
                     "gpu_peak_gib": e["gpu_peak_bytes"] / 2**30,
+                    "allocator_retries": e["allocator_retries"],
                     **waits,
                 }
             )
-        columns = ["step", "rank", "loss", "targets", "compute_seconds", "step_seconds", "gpu_peak_gib"]
+        columns = ["step", "rank", "loss", "targets", "compute_seconds", "step_seconds"]
+        columns += ["gpu_peak_gib", "allocator_retries"]
         return pd.DataFrame(rows, columns=None if rows else columns)
 
     def metrics(self) -> pd.DataFrame:

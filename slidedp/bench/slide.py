@@ -110,6 +110,7 @@ def summary(run: Run, layout: Layout, batch: int, first: int, end: int) -> dict[
         "wait_seconds": {c: float(ranks[c].fillna(0).mean()) for c in ranks if c.startswith("wait_")},
         "update_seconds": float(table["update_seconds"].median()),
         "gpu_peak_gib": float(ranks["gpu_peak_gib"].max()),
+        "allocator_retries": int(ranks["allocator_retries"].max() - ranks["allocator_retries"].min()),
         "host_gib": host_bytes(run, layout) / GIB,
         "losses": [float(x) for x in table["loss"]],
     }

@@ -124,6 +124,11 @@ class Device:
         """Most GPU memory allocated so far; 0 on a CPU."""
         return torch.cuda.max_memory_allocated() if self.is_cuda else 0
 
+    def allocator_retries(self) -> int:
+        """How often the allocator has had to return cached memory to the driver to go on. Each time the GPU
+        stands still: a layout that does this takes too much memory."""
+        return torch.cuda.memory_stats().get("num_alloc_retries", 0) if self.is_cuda else 0
+
 
 class HostScalar:
     """A number that a device computes, on its way to the host."""

@@ -72,6 +72,7 @@ def add_step(log, step, only=None):
                 "step_seconds": 0.5 + 0.1 * rank if step else None,
                 "wait_seconds": {"delivery": 0.05} | ({"update": 0.1} if step >= 2 else {}),
                 "gpu_peak_bytes": (rank + 1) * 2**30 if gpu else 0,
+                "allocator_retries": 0,
                 "anonymous_bytes": 2**29,
                 "began": 0.0,
             }
