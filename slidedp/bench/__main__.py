@@ -7,6 +7,7 @@ slidedp bench --size 8B --ranks 2 --batch 16 --layout '{"schedule": "in_backward
 import argparse
 import json
 import platform
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -35,16 +36,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(row(wanted.size, wanted.ranks, measured), flush=True)
         found.append(measured)
         if asked.json:
-            given = sys.argv[1:] if arguments is None else arguments
             machine = {
                 "date": date.today().isoformat(),
                 "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else platform.processor(),
                 "torch": torch.__version__,
-                "command": " ".join(["slidedp", "bench", *given]),
+                "command": _command(sys.argv[1:] if arguments is None else arguments),
             }
             head = {"size": wanted.size, "ranks": wanted.ranks, "length": asked.length, **machine}
             asked.json.write_text(json.dumps(head | {"measured": found}, indent=1))
     return 0
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """What was asked, without where the answer goes."""
+    kept = list(arguments)
+    if "--json" in kept:
+        at = kept.index("--json")
+        del kept[at : at + 2]
+    return shlex.join(["slidedp", "bench", *kept])
 
 
 def _measure(wanted: Preset, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:

@@ -21,7 +21,7 @@ class Preset(NamedTuple):
     """Batches of ZeRO-2-Offload."""
 
 
-def _layout(activations: str, gpu_updates: int, **settings: object) -> Layout:
+def _layout(activations: str | tuple[str, ...], gpu_updates: int, **settings: object) -> Layout:
     fields = {"transport": "copy", "schedule": "in_backward", "update_slots": 20} | settings
     return Layout(activations=activations, gpu_updates=gpu_updates, **fields)  # type: ignore[arg-type]
 
@@ -37,7 +37,8 @@ PRESETS = {
     "8b": Preset(
         "8B",
         2,
-        {24: [_layout("keep", 4, update_slots=37)]},
+        # With every layer kept, 133 of 140 GiB, the allocator has no room left and steps vary.
+        {24: [_layout(("partial",) * 2 + ("keep",) * 34, 5, update_slots=36)]},
         [Case(12, "none"), Case(16, "0.5")],
         [],
     ),
