@@ -14,7 +14,8 @@ until their period no longer changes.
 Servers that share the host's memory slow each other down. What a phase moves each way is known from
 the layout alone, and decides the demand per byte before the recurrence runs:
 - a link that moves u bytes up and d < u down has both directions busy for d bytes, one for u - d;
-- the worker runs at its rate alone, beside one busy direction, or both, by how long they are busy.
+- the worker runs at its rate alone, beside one busy direction, or both, by how long they are busy;
+  beside the worker that is longer.
 """
 
 from dataclasses import dataclass
@@ -250,16 +251,18 @@ def _demands(w: Workload, r: Rates, layout: "Layout") -> _Demands:
     whole = w.params / w.layer_params / left
     per_param_up = (forward_up + (0.0 if in_forward else backward_up)) * movers_up * whole
     per_param_down = (forward_down + (0.0 if in_forward else backward_down)) * movers_down * whole
-    # State that the GPUs update streams both ways meanwhile, and the gradients of it do not land.
-    per_param_up += 12 * updated_there / left
+    # State that the GPUs update streams both ways meanwhile, and the gradients of it do not land; what is
+    # in its slot already is not delivered.
+    in_slots = sum(params[kinds[unit]] for unit in there if unit <= window)
+    per_param_up += (12 * updated_there - in_slots * size * share_up * movers_up) / left
     per_param_down += (14 - (0.0 if in_forward else size)) * updated_there / left
     per_param = _update_seconds(
         r,
         per_param_up,
         per_param_down,
-        rate_up * movers_up,
-        rate_down * movers_down,
-        rate_both * max(movers_up, movers_down),
+        rate_up * movers_up * busy,
+        rate_down * movers_down * busy,
+        rate_both * max(movers_up, movers_down) * busy,
     )
     lanes = n if reduction == "cpu" else 1
     on_gpu: list[tuple[int, float, float, float]] = []
@@ -567,13 +570,13 @@ def _recurrence(w: Workload, r: Rates, layout: "Layout", d: _Demands, record: bo
                         if record:
                             spans.append(("deliver", unit, "gather", start, end))
                         continue
-                    if published[unit] > thread:
-                        thread = published[unit]
-                    gated[unit] = thread
                     count, copy, gather = deliver[unit]
                 else:
-                    gated[unit] = 0.0
                     count, copy, gather = again
+                # In backward too: what the forward took from a fresh slot may not be published yet.
+                if published[unit] > thread:
+                    thread = published[unit]
+                gated[unit] = thread
                 start = thread if thread > up else up
                 if visited[visit] > start:
                     start = visited[visit]

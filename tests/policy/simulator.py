@@ -195,7 +195,7 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> float:
                     slot = ("edge", unit if w.tied else 0) if edge else ("layer", unit % window)
                     occupant[slot] = ("visited", step, t.release)
                 elif isinstance(t, Deliver):
-                    if t.visit <= visits.head and step:
+                    if step:
                         yield events["published", step, unit]
                     edge = unit in (0, head)
                     slot = ("edge", unit if w.tied else 0) if edge else ("layer", unit % window)
