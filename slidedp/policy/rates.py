@@ -53,6 +53,10 @@ class Workload:
             return self.embed_params
         return self.layer_params if unit <= self.layers else self.head_params
 
+    def kind(self, unit: int) -> int:
+        """0 embed, 1 a layer, 2 head."""
+        return 0 if unit == 0 else 1 if unit <= self.layers else 2
+
     def unit_name(self, unit: int) -> str:
         """The engine's name of a unit: embed, layers.<i>, head."""
         if unit == 0:

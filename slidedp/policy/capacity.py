@@ -1,0 +1,69 @@
+"""The capacity bound: busy seconds of each resource in a step, whatever the schedule."""
+
+from slidedp.config import Layout
+from slidedp.policy.demands import Demands, lanes, state_bytes, updated_there
+from slidedp.policy.rates import Rates, Workload
+from slidedp.policy.traffic import traffic
+
+COMPUTE = "compute"
+RESOURCES = (COMPUTE, "update", "to_device", "to_host", "collective", "host_memory")
+
+
+def busy_seconds(w: Workload, r: Rates, layout: Layout, d: Demands) -> dict[str, float]:
+    """By resource. The recurrence serves exactly these, besides the host's memory."""
+    in_forward = layout.schedule == "in_forward"
+    window = min(layout.window, w.layers)
+    there = layout.updated_on_gpu(w.layers)
+    count = (1, w.layers, 1)  # units of each kind
+    offloaded = layout.activation_modes(w.layers).count("offload")
+    streamed = w.layers - window
+
+    compute = d.embed_forward + d.embed_backward + d.head + w.layers * d.forward + sum(d.backward)
+    worker = up = down = collective = 0.0
+    for k, number in enumerate(count):
+        compute += number * d.submit[k]
+        worker += number * (d.update[k] + d.lane_sum[k])
+        up += number * d.deliver[k].number * d.deliver[k].link
+        down += number * d.reduce[k].number * d.reduce[k].link
+        collective += number * d.deliver[k].number * d.deliver[k].collective
+        collective += number * d.reduce[k].number * d.reduce[k].collective
+    up += streamed * d.deliver_again.number * d.deliver_again.link + offloaded * d.fetch
+    down += offloaded * d.stash
+    collective += streamed * d.deliver_again.number * d.deliver_again.collective
+
+    for unit in there:
+        k = w.kind(unit)
+        worker -= d.update[k]
+        up += d.on_gpu[k].number * d.on_gpu[k].bring
+        down += d.on_gpu[k].number * d.on_gpu[k].write - d.reduce[k].number * d.reduce[k].link
+        if unit <= window:  # in its slot already: its delivery is an all-gather
+            up -= d.deliver[k].number * d.deliver[k].link
+            collective += d.deliver[k].number * (d.gather_fresh[k] - d.deliver[k].collective)
+
+    if r.synchronous:  # one thread does it all
+        up, down, collective = up + down + collective, 0.0, 0.0
+    return {
+        COMPUTE: compute,
+        "update": worker,
+        "to_device": up,
+        "to_host": down,
+        "collective": collective,
+        "host_memory": _host_bytes(w, r, layout, in_forward) / r.host_memory,
+    }
+
+
+def _host_bytes(w: Workload, r: Rates, layout: Layout, in_forward: bool) -> float:
+    """Bytes read from and written to the host's memory in a step."""
+    t = traffic(w, "fabric" if r.peers == "links" else r.peers, layout)
+    moved = w.layers * t.movers_up * (t.forward_up + t.backward_up)
+    moved += w.layers * t.movers_down * (t.forward_down + t.backward_down)
+    # Every rank offloads, those too that copy no parameters.
+    offloaded = layout.activation_modes(w.layers).count("offload") * w.input_bytes
+    moved += offloaded * (2 * w.ranks - t.movers_up - t.movers_down)
+    edges = (w.embed_params + w.head_params) * w.itemsize
+    moved += edges * (t.share_up * t.movers_up + t.share_down * t.movers_down)
+    there, number = updated_there(w, layout), lanes(w, layout)
+    moved += (w.params - there) * (state_bytes(w) + number * w.itemsize) + there * (26 - w.itemsize)
+    if in_forward and number > 1:
+        moved += w.params * w.itemsize * 2  # the sum of the lanes, written and read
+    return moved

@@ -1,0 +1,207 @@
+"""Seconds of every task of a step: what each server needs for each piece that it is given."""
+
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import NamedTuple
+
+from slidedp.config import Layout
+from slidedp.policy.contention import LinkRates, seconds_per_byte, update_seconds
+from slidedp.policy.rates import Rates, Workload
+from slidedp.policy.traffic import Traffic, route, traffic
+
+
+class Chunks(NamedTuple):
+    """A unit on its way through the link and the collective, chunk by chunk."""
+
+    number: int
+    link: float
+    """Seconds of one chunk on the link."""
+    collective: float
+    """Seconds of one chunk between the GPUs."""
+
+
+class GpuUpdate(NamedTuple):
+    """A unit's update on the GPUs, chunk by chunk: seconds of one rank's share of a chunk."""
+
+    number: int
+    bring: float
+    """To bring its state up."""
+    update: float
+    write: float
+    """To write it back."""
+
+
+@dataclass(frozen=True)
+class Demands:
+    """Seconds of every task. Lists of three are by kind of unit: embed, layer, head (Workload.kind)."""
+
+    deliver: list[Chunks]
+    """In the forward pass."""
+    deliver_again: Chunks
+    """Of a layer in the backward pass."""
+    gather_fresh: list[float]
+    """A chunk's all-gather where the ranks' shares are in the slot already."""
+    reduce: list[Chunks]
+    keep: list[Chunks]
+    """As `reduce`, for units that are updated on the GPUs: their gradient does not leave them."""
+    update: list[float]
+    """Of the worker."""
+    lane_sum: list[float]
+    """Of the worker, to sum a unit's lanes before the norm is known; 0 with one lane."""
+    on_gpu: list[GpuUpdate]
+    stash: float
+    fetch: float
+    forward: float
+    backward: list[float]
+    """By layer, the first one first."""
+    submit: list[float]
+    """The copy of a gradient into its buffer."""
+    head: float
+    embed_forward: float
+    embed_backward: float
+
+    def with_compute(self, factor: float) -> "Demands":
+        """The same with `factor` times the compute."""
+        return replace(
+            self,
+            forward=self.forward * factor,
+            head=self.head * factor,
+            backward=[seconds * factor for seconds in self.backward],
+            submit=[seconds * factor for seconds in self.submit],
+            embed_forward=self.embed_forward * factor,
+            embed_backward=self.embed_backward * factor,
+        )
+
+
+def demands(w: Workload, r: Rates, layout: Layout) -> Demands:
+    """Every task's seconds under a layout, with what shares the host's memory slowed down."""
+    moved = traffic(w, r.peers, layout)
+    links = moved.links(r)
+    in_forward = layout.schedule == "in_forward"
+    # Beside the worker. Only `in_forward` lets it rest: in backward, unless it sums lanes there.
+    busy = links.times(r.under_update)
+    in_backward = links if in_forward and lanes(w, layout) == 1 else busy
+    up_first, down_first = seconds_per_byte(moved.forward_up, moved.forward_down, busy)
+    up_again, down_last = seconds_per_byte(moved.backward_up, moved.backward_down, in_backward)
+
+    sizes = (w.embed_params, w.layer_params, w.head_params)
+    delivers = [_deliver(p, w, r, layout, moved, up_first) for p in sizes]
+    reduces = [_reduce(p, w, r, layout, moved, down_last) for p in sizes]
+    seconds_of_mode = {
+        mode: r.backward(mode, layout.partial_budget) for mode in set(layout.activation_modes(w.layers))
+    }
+    return Demands(
+        deliver=delivers,
+        deliver_again=_deliver(w.layer_params, w, r, layout, moved, up_again),
+        gather_fresh=[
+            p * w.itemsize / c.number / r.all_gather + r.collective_latency if w.ranks > 1 else 0.0
+            for p, c in zip(sizes, delivers, strict=True)
+        ],
+        reduce=reduces,
+        keep=[
+            c._replace(link=2 * p * w.itemsize / w.ranks / c.number / r.device_copy)
+            for p, c in zip(sizes, reduces, strict=True)
+        ],
+        update=_worker(sizes, w, r, layout, moved, busy),
+        lane_sum=_lane_sums(sizes, w, r, layout),
+        on_gpu=_gpu_updates(sizes, w, r, layout, links),
+        stash=w.input_bytes * down_first,
+        fetch=w.input_bytes * up_again,
+        forward=r.forward,
+        backward=[seconds_of_mode[mode] for mode in layout.activation_modes(w.layers)],
+        submit=[2 * p * w.itemsize / r.device_copy for p in sizes],
+        head=r.head,
+        embed_forward=r.embed_forward,
+        embed_backward=r.embed_backward,
+    )
+
+
+def _chunks(params: int, w: Workload, layout: Layout) -> tuple[int, float]:
+    """How many chunks a unit has, and their bytes."""
+    count = max(1, ceil(params * w.itemsize / layout.chunk_bytes))
+    return count, params * w.itemsize / count
+
+
+def _deliver(params: int, w: Workload, r: Rates, layout: Layout, moved: Traffic, per_byte: float) -> Chunks:
+    count, size = _chunks(params, w, layout)
+    delivery, _ = route(w, layout)
+    gather = {"replicated": 0.0, "sharded": 1 / r.all_gather, "broadcast": 1 / r.broadcast}[delivery]
+    collective = size * gather + r.collective_latency if delivery != "replicated" else 0.0
+    return Chunks(count, size * moved.share_up * per_byte + r.copy_latency, collective)
+
+
+def _reduce(params: int, w: Workload, r: Rates, layout: Layout, moved: Traffic, per_byte: float) -> Chunks:
+    count, size = _chunks(params, w, layout)
+    _, reduction = route(w, layout)
+    scatter = {"cpu": 0.0, "gpu": 1 / r.reduce_scatter, "gpu_root": 1 / r.reduce}[reduction]
+    between = reduction != "cpu" and w.ranks > 1
+    collective = size * scatter + r.collective_latency if between else 0.0
+    return Chunks(count, size * moved.share_down * per_byte + r.copy_latency, collective)
+
+
+# --- updates ------------------------------------------------------------------------------------
+
+
+def state_bytes(w: Workload) -> int:
+    """What an update moves per parameter besides the gradient: master and moments read and written, and
+    the working copy written where it is not the master itself."""
+    return 26 if w.itemsize == 2 else 24
+
+
+def lanes(w: Workload, layout: Layout) -> int:
+    """Gradients of one unit that land."""
+    return w.ranks if route(w, layout)[1] == "cpu" else 1
+
+
+def updated_there(w: Workload, layout: Layout) -> int:
+    """Parameters that are updated on the GPUs."""
+    return sum(w.unit_params(unit) for unit in layout.updated_on_gpu(w.layers))
+
+
+def _worker(
+    sizes: tuple[int, ...], w: Workload, r: Rates, layout: Layout, moved: Traffic, busy: LinkRates
+) -> list[float]:
+    """Each unit on the worker: beside the forward's traffic, or beside that of both passes."""
+    in_forward = layout.schedule == "in_forward"
+    there = updated_there(w, layout)
+    left = max(1, w.params - there)
+    units = w.params / w.layer_params / left
+    up = moved.forward_up + (0.0 if in_forward else moved.backward_up)
+    down = moved.forward_down + (0.0 if in_forward else moved.backward_down)
+    # State that the GPUs update streams both ways meanwhile, and its gradients do not land; what is in its
+    # slot already is not delivered.
+    window = min(layout.window, w.layers)
+    here = sum(w.unit_params(unit) for unit in layout.updated_on_gpu(w.layers) if unit <= window)
+    delivered = here * w.itemsize * moved.share_up * moved.movers_up
+    per_param = update_seconds(
+        r,
+        up * moved.movers_up * units + (12 * there - delivered) / left,
+        down * moved.movers_down * units + (14 - (0.0 if in_forward else w.itemsize)) * there / left,
+        busy.times(moved.movers_up, moved.movers_down, max(moved.movers_up, moved.movers_down)),
+    )
+    if not in_forward:  # it sums the lanes in the same pass
+        state = state_bytes(w)
+        per_param *= (state + lanes(w, layout) * w.itemsize) / (state + w.itemsize)
+    return [p * per_param + _chunks(p, w, layout)[0] * r.update_latency for p in sizes]
+
+
+def _lane_sums(sizes: tuple[int, ...], w: Workload, r: Rates, layout: Layout) -> list[float]:
+    number = lanes(w, layout)
+    if layout.schedule == "in_backward" or number == 1:
+        return [0.0 for _ in sizes]
+    return [p * w.itemsize * (number + 1) / r.sum_lanes + r.update_latency for p in sizes]
+
+
+def _gpu_updates(
+    sizes: tuple[int, ...], w: Workload, r: Rates, layout: Layout, links: LinkRates
+) -> list[GpuUpdate]:
+    """12 bytes up and 14 down; where their rate is measured as a whole, the way down is the longer one."""
+    beside_worker = updated_there(w, layout) < w.params
+    found = []
+    for params in sizes:
+        count, _ = _chunks(params, w, layout)
+        share = params / w.ranks / count
+        write = share / r.gpu_update if r.gpu_update else share * 14 / links.both
+        write /= r.under_update if beside_worker else 1.0
+        found.append(GpuUpdate(count, write * 12 / 14, share * 28 / r.device_copy, write))
+    return found
