@@ -11,9 +11,9 @@ import traitlets
 
 from slidedp.config import DELIVERIES, LANDINGS, REDUCTIONS, SCHEDULES, Config, Layout
 from slidedp.errors import ConfigError
-from slidedp.policy.auto import NAMES, WAITS
 from slidedp.policy.rates import Rates
 from slidedp.policy.step_time import Prediction, predict
+from slidedp.policy.words import NAMES, WAITS
 from slidedp.policy.workload import workload_of
 from slidedp.preflight import Plan, plan, under
 from slidedp.session import Run

@@ -10,8 +10,9 @@ import traitlets
 
 from slidedp.config import Layout
 from slidedp.errors import ConfigError
-from slidedp.policy.auto import NAMES, AutoPolicy
+from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.records import Candidate, Record, load_records, save_records
+from slidedp.policy.words import NAMES
 from slidedp.preflight import GIB
 from slidedp.widgets.fit import FitWidth, full_width, update_traces
 

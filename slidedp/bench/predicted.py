@@ -19,11 +19,13 @@ from transformers import PretrainedConfig
 from slidedp.bench.shapes import QWEN3, qwen3
 from slidedp.bench.slide import WARM_UP, random_samples, wait_for_step
 from slidedp.config import Config, Data, Layout, Optimizer
-from slidedp.policy.auto import GPU_SHARE, AutoPolicy, describe
+from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.calibrate import calibrated
+from slidedp.policy.candidates import fits
 from slidedp.policy.probe import probe
 from slidedp.policy.step_time import predict
 from slidedp.policy.tune import CALIBRATION
+from slidedp.policy.words import describe
 from slidedp.policy.workload import workload_of
 from slidedp.preflight import plan, under
 from slidedp.session import launch
@@ -88,7 +90,7 @@ def compare(
         chosen = AutoPolicy(planned, rates).decide_all()
         if chosen not in layouts:
             layouts = [*layouts, chosen]
-        layouts = [layout for layout in layouts if _fits(planned, layout)]
+        layouts = [layout for layout in layouts if fits(under(planned, layout))]
         random_samples(Path(name), config.batch_size, length, model.vocab_size)
         rows = []
         with launch(dataclasses.replace(config, layout=layouts[0])) as run:
@@ -125,13 +127,6 @@ def compare(
             }
         )
     return table
-
-
-def _fits(planned: Any, layout: Layout) -> bool:
-    there = under(planned, layout)
-    device = sum(there.device.values())
-    free = there.device_limit
-    return there.host_bytes <= there.host_available and (free is None or device <= GPU_SHARE * free)
 
 
 def accuracy(rows: list[dict[str, Any]]) -> dict[str, float]:

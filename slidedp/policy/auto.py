@@ -5,34 +5,26 @@
         print(record)
     policy.layout
 
-Every candidate is predicted with the activation modes that use its memory best, so a larger window or a
-second landing lane competes with what the same bytes would gain as kept activations. Nothing that
-exceeds a memory budget is ever chosen.
+Nothing that exceeds a memory budget is ever chosen.
 """
 
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
 
 from slidedp.config import DELIVERIES, REDUCTIONS, Config, Layout
 from slidedp.errors import ConfigError
-from slidedp.policy.rates import Rates, Workload
+from slidedp.policy.candidates import Candidates, Trial
+from slidedp.policy.flips import TIE, flip
+from slidedp.policy.rates import Rates
 from slidedp.policy.records import Candidate, Record, save_records
-from slidedp.policy.step_time import Prediction, predict
-from slidedp.policy.workload import workload_of
-from slidedp.preflight import Plan, plan, under
+from slidedp.policy.words import NAMES, WAITS, describe, describe_modes
+from slidedp.preflight import Plan, plan
 
-GPU_SHARE = 0.92
-"""Part of the free GPU memory that a layout may plan for: activations are estimates, and allocators
-leave gaps."""
-TIE = 0.003
-"""Relative difference of predicted steps below which the layout with less memory wins."""
 CHUNKS = tuple(2**20 * mib for mib in (8, 16, 32, 64, 128))
 WINDOWS = (2, 3, 4, 6)
 GRADIENT_SLOTS = (1, 2, 3)
-PARTIAL_BUDGETS = (0.2, 0.35, 0.5, 0.75)
 SHORT_LIST = 4
 """Layouts tried with real steps, besides the one that the run starts with."""
 NEAR = 1.15
@@ -54,17 +46,6 @@ FIELDS = {
 """What each stage decides."""
 
 
-class Trial(NamedTuple):
-    """What real steps under one layout took."""
-
-    seconds: float
-    """Median of the steps that count."""
-    steps: int
-    """All steps run under the layout, those that settle it included."""
-    wall: float
-    """Seconds of all of them, the switch included."""
-
-
 class AutoPolicy:
     """Chooses a layout for one run on one machine.
 
@@ -82,14 +63,11 @@ class AutoPolicy:
     ) -> None:
         self.plan = run if isinstance(run, Plan) else plan(run)
         self.rates, self.trial, self.spent = rates, trial, spent
-        self.workload: Workload = workload_of(self.plan)
         self.records: list[Record] = []
-        self.trials: dict[Layout, Trial] = {}
-        """Real steps so far, by layout."""
-        self._known: dict[Layout, Candidate] = {}
+        self.candidates = Candidates(self.plan, rates)
+        self.workload = self.candidates.workload
         self.start = self.plan.config.layout
         """The layout of the config, against which a saving is counted."""
-        self._lightest = self._light_layout()
 
     # --- what a user calls ------------------------------------------------------------------------
 
@@ -100,7 +78,7 @@ class AutoPolicy:
     @property
     def layout(self) -> Layout:
         """The layout that the records so far lead to; the final one when `done`."""
-        return Layout(**self.records[-1].choice.layout) if self.records else self._lightest
+        return Layout(**self.records[-1].choice.layout) if self.records else self.candidates.lightest
 
     def decide(self) -> Record | None:
         """Takes the next decision and returns its record; None when all are taken."""
@@ -133,7 +111,7 @@ class AutoPolicy:
         record = self.records[index]
         candidates = list(record.candidates)
         if isinstance(choice, Layout):
-            candidates.append(dataclasses.replace(self._candidate(choice), note="given by the user"))
+            candidates.append(dataclasses.replace(self.candidates.of(choice), note="given by the user"))
             choice = len(candidates) - 1
         if not 0 <= choice < len(candidates):
             raise ConfigError(f"override: candidate {choice} of {stage}: expected 0 to {len(candidates) - 1}")
@@ -162,60 +140,15 @@ class AutoPolicy:
 
     # --- candidates -------------------------------------------------------------------------------
 
-    def _candidate(self, layout: Layout) -> Candidate:
-        """Memory and prediction of a layout. ConfigError for one that cannot run at all."""
-        if layout not in self._known:
-            there = under(self.plan, layout)
-            device = sum(there.device.values())
-            fits = there.host_bytes <= there.host_available and (
-                there.device_limit is None or device <= GPU_SHARE * there.device_limit
-            )
-            p: Prediction = predict(self.workload, self.rates, layout)
-            trial = self.trials.get(layout)
-            self._known[layout] = Candidate(
-                layout=dataclasses.asdict(layout),
-                predicted_seconds=p.step_seconds,
-                measured_seconds=trial.seconds if trial else None,
-                bound_seconds=p.bound_seconds,
-                binding=p.binding,
-                exposed=p.exposed,
-                gpu_bytes=device,
-                host_bytes=there.host_bytes,
-                fits=fits,
-            )
-        return self._known[layout]
-
-    def _fits(self, layout: Layout) -> bool:
-        return self._candidate(layout).fits
-
-    def _light_layout(self) -> Layout:
-        """The start layout, or the one next to it that takes least memory, if that is too much."""
-        layout = self.start
-        smaller: list[dict[str, Any]] = [
-            {},
-            {"activations": "recompute"},
-            {"activations": "offload"},
-            {"window": 1, "gradient_slots": 1},
-            {"reduction": "gpu", "landing": "ring", "gpu_updates": 0},
-        ]
-        for change in smaller:
-            layout = dataclasses.replace(layout, **change)
-            if self._fits(layout):
-                return layout
-        under(self.plan, layout).check()
-        raise ConfigError(
-            "not enough GPU memory with room to spare: use a smaller batch_size or sequence_length"
-        )
-
     def _options(self, stage: str) -> Iterator[tuple[Layout, str]]:
         """Layouts that a stage compares, and what sets each apart."""
         now = self.layout
         if stage == "route":
             if self.plan.config.optimizer.clip_norm is None:  # the schedule that most runs end up with
                 early = dataclasses.replace(now, schedule="in_backward", landing="full")
-                now = early if self._fits(early) else now
+                now = early if self.candidates.fit(early) else now
             if self.workload.ranks == 1:
-                yield self._filled(now), "the only rank copies all itself"
+                yield self.candidates.filled(now), "the only rank copies all itself"
                 return
             for delivery in DELIVERIES:
                 for reduction in REDUCTIONS:
@@ -223,7 +156,7 @@ class AutoPolicy:
                     layout = dataclasses.replace(
                         now, delivery=delivery, reduction=reduction, gpu_updates=count
                     )
-                    yield self._filled(layout), f"{delivery} + {reduction}"
+                    yield self.candidates.filled(layout), f"{delivery} + {reduction}"
         elif stage == "update":
             clips = self.plan.config.optimizer.clip_norm is not None
             ways = [("in_forward", "full", "in_forward")]
@@ -236,7 +169,7 @@ class AutoPolicy:
                 for count in self._gpu_updates(now):
                     layout = dataclasses.replace(now, schedule=schedule, landing=landing, gpu_updates=count)
                     where = f", {count} unit(s) on the GPUs" if count else ""
-                    yield self._filled(layout), name + where
+                    yield self.candidates.filled(layout), name + where
         elif stage == "buffers":
             for chunk in sorted({*CHUNKS, now.chunk_bytes}):
                 for window in sorted({*WINDOWS, now.window}):
@@ -245,9 +178,9 @@ class AutoPolicy:
                             now, chunk_bytes=chunk, window=window, gradient_slots=slots
                         )
                         note = f"{chunk / 2**20:g} MiB, window {window}, {slots} gradient slot(s)"
-                        yield self._filled(layout), note
+                        yield self.candidates.filled(layout), note
         elif stage == "activations":
-            for layout in self._mixes(now):
+            for layout in self.candidates.mixes(now):
                 yield layout, describe_modes(layout, self.workload.layers)
 
     def _gpu_updates(self, layout: Layout) -> list[int]:
@@ -259,57 +192,6 @@ class AutoPolicy:
         turn = 1 + min(layout.window, self.workload.layers)
         return sorted({0, 1, turn, *(turn + (units - turn) * part // 6 for part in range(1, 7))})
 
-    def _mixes(self, layout: Layout) -> Iterator[Layout]:
-        """Activation layouts worth a look: a small knapsack.
-
-        Layers are alike, so each mode is one point (bytes, seconds, link bytes) and an optimal mix has at
-        most two modes: as many layers as fit in the richer one, the rest in the leaner one. The richer
-        ones are the last layers, whose backward comes first: what they keep lives shortest.
-        """
-        layers = self.workload.layers
-        leanest = ["offload", "recompute"]
-        richer: list[tuple[str, float]] = [("keep", layout.partial_budget)]
-        if self.plan.config.compile:
-            richer = [("partial", budget) for budget in PARTIAL_BUDGETS] + richer
-        pairs = [("offload", "recompute", layout.partial_budget)]
-        pairs += [(lean, rich, budget) for lean in leanest for rich, budget in richer]
-        pairs += [("partial", "keep", budget) for rich, budget in richer if rich == "partial"]
-        seen = set()
-        for lean, rich, budget in pairs:
-
-            def mix(count: int, lean: str = lean, rich: str = rich, budget: float = budget) -> Layout:
-                modes = (lean,) * (layers - count) + (rich,) * count
-                activations = modes if 0 < count < layers else modes[0]
-                budget = budget if "partial" in modes else layout.partial_budget
-                return dataclasses.replace(layout, activations=activations, partial_budget=budget)
-
-            most = layers
-            if not self._fits(mix(layers)):
-                fits, most = 0, layers  # the largest count that fits is in [fits, most)
-                while most - fits > 1:
-                    middle = (fits + most) // 2
-                    fits, most = (middle, most) if self._fits(mix(middle)) else (fits, middle)
-                most = fits
-            for count in {0, most}:
-                candidate = mix(count)
-                if candidate not in seen:
-                    seen.add(candidate)
-                    yield candidate
-
-    def _filled(self, layout: Layout) -> Layout:
-        """`layout` with the activation modes that suit it best; as it is if none fits."""
-        fitting = [mix for mix in self._mixes(layout) if self._fits(mix)]
-        return min(fitting, key=self._rank) if fitting else layout
-
-    def _rank(self, layout: Layout) -> tuple[float, int]:
-        candidate = self._candidate(layout)
-        # In steps of TIE, so that a gain nobody could measure does not cost gigabytes.
-        return round(candidate.seconds / (TIE * self._scale), 0), candidate.gpu_bytes
-
-    @property
-    def _scale(self) -> float:
-        return self._candidate(self._lightest).predicted_seconds
-
     # --- decisions --------------------------------------------------------------------------------
 
     def _choose(self, stage: str, options: Iterable[tuple[Layout, str]]) -> Record:
@@ -317,11 +199,11 @@ class AutoPolicy:
         candidates: list[Candidate] = []
         for layout, note in options:
             layouts.append(layout)
-            candidates.append(dataclasses.replace(self._candidate(layout), note=note))
+            candidates.append(dataclasses.replace(self.candidates.of(layout), note=note))
         fitting = [i for i, candidate in enumerate(candidates) if candidate.fits]
         if not fitting:
             raise ConfigError(f"policy: no candidate of {stage} fits the memory: use a smaller batch_size")
-        ranked = sorted(fitting, key=lambda i: self._rank(layouts[i]))
+        ranked = sorted(fitting, key=lambda i: self.candidates.rank(layouts[i]))
         chosen = ranked[0]
         why, flip = self._reasons(stage, layouts, candidates, ranked)
         return Record(
@@ -375,9 +257,10 @@ class AutoPolicy:
     def _short_list(self) -> list[Layout]:
         """The choice so far, then the best predicted layout that differs in each stage's fields."""
         chosen = self.layout
-        slowest = NEAR * self._candidate(chosen).predicted_seconds
-        near = (layout for layout, c in self._known.items() if c.fits and c.predicted_seconds <= slowest)
-        ranked = sorted(filter(self._pinned, near), key=self._rank)
+        slowest = NEAR * self.candidates.of(chosen).predicted_seconds
+        known = self.candidates.known.items()
+        near = (layout for layout, c in known if c.fits and c.predicted_seconds <= slowest)
+        ranked = sorted(filter(self._pinned, near), key=self.candidates.rank)
         short = [chosen]
         for fields in FIELDS.values():
             differs = [
@@ -387,30 +270,24 @@ class AutoPolicy:
             ]
             if differs and len(short) < SHORT_LIST:
                 short.append(differs[0])
-        if self._fits(self.start) and self.start not in short and self._pinned(self.start):
+        if self.candidates.fit(self.start) and self.start not in short and self._pinned(self.start):
             short.append(self.start)
         return short
 
     def _measure(self) -> Record:
-        short, notes = self._short_list(), []
-        for layout in short if self.trial is not None else ():
-            if layout not in self.trials:
-                assert self.trial is not None
+        short, notes, trials = self._short_list(), [], self.candidates.trials
+        for layout in short:
+            if self.trial is not None and layout not in trials:
                 try:
-                    self.trials[layout] = self.trial(layout)
+                    self.candidates.measured(layout, self.trial(layout))
                 except ConfigError as error:
                     notes.append(str(error))
-        tried = [self.trials[layout] for layout in short if layout in self.trials]
+        tried = [trials[layout] for layout in short if layout in trials]
         candidates = []
         for layout in short:
-            trial = self.trials.get(layout)
-            candidate = self._known[layout] = dataclasses.replace(
-                self._candidate(layout), measured_seconds=trial.seconds if trial else None
-            )
             what = "the policy's prediction" if layout == short[0] else describe(layout, short[0])
-            candidates.append(
-                dataclasses.replace(candidate, note="the config's layout" if layout == self.start else what)
-            )
+            what = "the config's layout" if layout == self.start else what
+            candidates.append(dataclasses.replace(self.candidates.of(layout), note=what))
         measured = [i for i, c in enumerate(candidates) if c.measured_seconds is not None]
         chosen = min(measured, key=lambda i: candidates[i].seconds, default=0)
         best = candidates[chosen]
@@ -437,10 +314,10 @@ class AutoPolicy:
         )
 
     def _conclude(self) -> Record:
-        chosen = dataclasses.replace(self._candidate(self.layout), note="chosen")
+        chosen = dataclasses.replace(self.candidates.of(self.layout), note="chosen")
         candidates = [chosen]
         cost = self.spent + sum(record.cost_seconds for record in self.records)
-        start = dataclasses.replace(self._candidate(self.start), note="the config's layout")
+        start = dataclasses.replace(self.candidates.of(self.start), note="the config's layout")
         why = f"{chosen.seconds:.3f} s a step"
         turn = "nothing: it is the config's own layout"
         if self.layout != self.start:
@@ -468,69 +345,3 @@ class AutoPolicy:
             flip=turn,
             cost_seconds=cost,
         )
-
-
-NAMES = {
-    "compute": "the GPUs' compute",
-    "update": "the optimizer worker",
-    "to_device": "copies to the GPUs",
-    "to_host": "copies to the host",
-    "collective": "collectives between GPUs",
-    "host_memory": "the host's memory bandwidth",
-}
-"""Resources of a prediction in words."""
-WAITS = {
-    "delivery": "parameters on their way",
-    "update": "updates",
-    "reduction": "gradients to land",
-    "offload": "offloaded layer inputs",
-}
-"""Causes of waits in words."""
-CHANGES = {
-    "compute": "the GPUs' compute",
-    "links": "the links to the host",
-    "collectives": "collectives between GPUs",
-    "update": "the host's update",
-}
-FACTORS = (1.25, 1.5, 2.0, 3.0, 5.0, 10.0)
-
-
-def flip(workload: Workload, rates: Rates, chosen: Layout, other: Layout, name: str) -> str:
-    """The smallest change of batch or hardware with which `other` would beat `chosen`."""
-    for factor in FACTORS:
-        for times in (factor, 1 / factor):
-            w, r = workload.scaled(times), rates.scaled(times)
-            if predict(w, r, other).step_seconds < predict(w, r, chosen).step_seconds * (1 - TIE):
-                return f"{name} wins with {times:.2g} times the tokens in a step"
-            for group, words in CHANGES.items():
-                r = rates.faster(group, times)
-                first, second = (predict(workload, r, layout).step_seconds for layout in (chosen, other))
-                if second < first * (1 - TIE):
-                    return f"{name} wins where {words} are {times:.2g} times as fast"
-    return f"no single change up to {FACTORS[-1]:g} times makes {name} win"
-
-
-def describe_modes(layout: Layout, layers: int) -> str:
-    """Activation modes in words, such as `30 recompute, 6 keep`."""
-    modes = layout.activation_modes(layers)
-    parts = []
-    for mode in sorted(set(modes), key=modes.index):
-        budget = f" {layout.partial_budget:g}" if mode == "partial" else ""
-        parts.append(f"{modes.count(mode)} {mode}{budget}")
-    return ", ".join(parts)
-
-
-def describe(layout: Layout, reference: Layout) -> str:
-    """What sets a layout apart from another one."""
-    parts = []
-    for field in dataclasses.fields(layout):
-        value = getattr(layout, field.name)
-        if value == getattr(reference, field.name):
-            continue
-        if field.name == "activations":
-            parts.append(value if isinstance(value, str) else describe_modes(layout, len(value)))
-        elif field.name == "chunk_bytes":
-            parts.append(f"chunks of {value / 2**20:g} MiB")
-        else:
-            parts.append(f"{field.name} {value}")
-    return ", ".join(parts) or "the same"

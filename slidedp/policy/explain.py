@@ -1,12 +1,10 @@
 """A few sentences about a layout, made from the model's numbers."""
 
 from slidedp.config import Layout
-from slidedp.policy.auto import CHANGES, NAMES, TIE, WAITS
+from slidedp.policy.flips import TIE, regime_change
 from slidedp.policy.rates import Rates, Workload
 from slidedp.policy.step_time import predict
-
-MOST = 64.0
-"""Largest and, inverted, smallest factor on the batch that is searched for a change of regime."""
+from slidedp.policy.words import CHANGES, NAMES, WAITS
 
 
 def explain(workload: Workload, rates: Rates, layout: Layout) -> str:
@@ -48,22 +46,6 @@ def explain(workload: Workload, rates: Rates, layout: Layout) -> str:
             f"({round(workload.tokens * factor):,} tokens per rank and step)."
         )
     return " ".join(lines)
-
-
-def regime_change(workload: Workload, rates: Rates, layout: Layout) -> float | None:
-    """The factor on the batch at which the step turns from host-bound to GPU-bound, or back."""
-
-    def host_bound(factor: float) -> bool:
-        return predict(workload.scaled(factor), rates.scaled(factor), layout).host_bound
-
-    now = host_bound(1.0)
-    near, far = 1.0, MOST if now else 1 / MOST
-    if host_bound(far) == now:
-        return None
-    while abs(far / near - 1) > 0.02:
-        middle = (near * far) ** 0.5
-        near, far = (middle, far) if host_bound(middle) == now else (near, middle)
-    return far
 
 
 def _plural(resource: str) -> bool:

@@ -10,8 +10,9 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from slidedp.config import TIMELINE_EVERY, Layout
-from slidedp.policy.auto import AutoPolicy, Trial
+from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.calibrate import calibrated
+from slidedp.policy.candidates import Trial
 from slidedp.policy.rates import Rates
 from slidedp.preflight import Plan
 

@@ -97,40 +97,24 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> float:
         for _ in range(number):
             yield left / number
 
-    def fire(key: Any, after: float = 0.0) -> Activity:
-        if after:
-            yield after
-        clock.fire(events[key])
+    def serve(seconds: float, waits: list[Any], done: Any) -> Activity:
+        """Waits for other things, takes its time on a stream, and is done."""
+        for key in waits:
+            yield events[key]
+        yield seconds
+        clock.fire(events[done])
 
     def copy_up(size: float, waits: list[Any], done: Any) -> Activity:
-        for key in waits:
-            yield events[key]
-        yield size / r.up_all + r.copy_latency
-        clock.fire(events[done])
+        return serve(size / r.up_all + r.copy_latency, waits, done)
 
     def gather(size: float, waits: list[Any], done: Any) -> Activity:
-        for key in waits:
-            yield events[key]
-        yield size / r.all_gather + r.collective_latency
-        clock.fire(events[done])
+        return serve(size / r.all_gather + r.collective_latency, waits, done)
 
     def scatter(size: float, waits: list[Any], done: Any) -> Activity:
-        for key in waits:
-            yield events[key]
-        yield size / r.reduce_scatter + r.collective_latency
-        clock.fire(events[done])
+        return serve(size / r.reduce_scatter + r.collective_latency, waits, done)
 
     def land(size: float, waits: list[Any], done: Any) -> Activity:
-        for key in waits:
-            yield events[key]
-        yield size / r.down_all + r.copy_latency
-        clock.fire(events[done])
-
-    def move(size: float, rate: float, waits: list[Any], done: Any) -> Activity:
-        for key in waits:
-            yield events[key]
-        yield size / rate
-        clock.fire(events[done])
+        return serve(size / r.down_all + r.copy_latency, waits, done)
 
     order = sorted(there, reverse=layout.schedule == "in_backward")
     pieces = [(unit, i, size / w.itemsize / w.ranks) for unit in order for i, size in enumerate(chunks(unit))]
@@ -138,33 +122,21 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> float:
     def load(step: int, place: int) -> Activity:
         """Brings up the state of the place-th piece of a step once its buffer and its last writing allow."""
         unit, chunk, share = pieces[place]
+        waits: list[Any] = [("written", step - 1, unit, chunk)] if step else []
         if place >= layout.update_slots:
-            yield events["written", step, *pieces[place - layout.update_slots][:2]]
-        if step:
-            yield events["written", step - 1, unit, chunk]
-        yield share * 12 / 14 / r.gpu_update
-        clock.fire(events["loaded", step, unit, chunk])
+            waits.append(("written", step, *pieces[place - layout.update_slots][:2]))
+        return serve(share * 12 / 14 / r.gpu_update, waits, ("loaded", step, unit, chunk))
 
     def update_chunk(step: int, unit: int, chunk: int, share: float) -> Activity:
-        yield events["loaded", step, unit, chunk]
-        yield events["landed", step, unit, chunk]
-        yield share * 28 / r.device_copy
-        clock.fire(events["updated", step, unit, chunk])
+        waits = [("loaded", step, unit, chunk), ("landed", step, unit, chunk)]
+        return serve(share * 28 / r.device_copy, waits, ("updated", step, unit, chunk))
 
     def write(step: int, unit: int, chunk: int, share: float) -> Activity:
-        yield events["updated", step, unit, chunk]
-        yield share / r.gpu_update
-        clock.fire(events["written", step, unit, chunk])
-
-    def gather_fresh(step: int, unit: int, chunk: int, size: float, done: Any) -> Activity:
-        yield events["updated", step - 1, unit, chunk]
-        yield size / r.all_gather + r.collective_latency
-        clock.fire(events[done])
+        waits = [("updated", step, unit, chunk)]
+        return serve(share / r.gpu_update, waits, ("written", step, unit, chunk))
 
     def publish_written(step: int, unit: int, chunk: int) -> Activity:
-        yield events["written", step, unit, chunk]
-        yield 2 * r.message_latency
-        clock.fire(events["published", step + 1, unit])
+        return serve(2 * r.message_latency, [("written", step, unit, chunk)], ("published", step + 1, unit))
 
     def transfer_thread() -> Activity:
         occupant: dict[Any, Any] = {}
@@ -185,28 +157,21 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> float:
                             updates.put(update_chunk(step, unit, chunk, share))
                             state_out.put(write(step, unit, chunk, share))
                     clock.start(publish_written(step, unit, number - 1))
-                elif isinstance(t, Deliver) and step and t.visit <= window and unit in there:
-                    sizes = list(chunks(unit))
-                    for i, size in enumerate(sizes):
-                        key = ("delivered", step, t.visit)
-                        done = key if i == len(sizes) - 1 else (*key, i)
-                        between.put(gather_fresh(step, unit, i, size, done))
-                    edge = unit == 0
-                    slot = ("edge", unit if w.tied else 0) if edge else ("layer", unit % window)
-                    occupant[slot] = ("visited", step, t.release)
                 elif isinstance(t, Deliver):
-                    if step:
+                    fresh = step and t.visit <= window and unit in there
+                    if step and not fresh:
                         yield events["published", step, unit]
                     edge = unit in (0, head)
                     slot = ("edge", unit if w.tied else 0) if edge else ("layer", unit % window)
                     free = [occupant[slot]] if slot in occupant else []
                     occupant[slot] = ("visited", step, t.release)
                     sizes = list(chunks(unit))
-                    done: Any = None
                     for i, size in enumerate(sizes):
                         key = ("delivered", step, t.visit)
-                        done = key if i == len(sizes) - 1 else (*key, i)
-                        if layout.delivery == "replicated":
+                        done: Any = key if i == len(sizes) - 1 else (*key, i)
+                        if fresh:
+                            between.put(gather(size, [("updated", step - 1, unit, i)], done))
+                        elif layout.delivery == "replicated":
                             up.put(copy_up(size, free, done))
                         else:
                             up.put(copy_up(size / w.ranks, free, (*key, i, "copied")))
@@ -223,23 +188,23 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> float:
                             down.put(land(size, [ready], key))
                         elif unit in there:
                             between.put(scatter(size, [ready], (*key, "reduced")))
-                            copy = r.device_copy / 2
-                            down.put(move(size / w.ranks, copy, [(*key, "reduced")], key))
+                            copied = 2 * size / w.ranks / r.device_copy
+                            down.put(serve(copied, [(*key, "reduced")], key))
                         else:
                             between.put(scatter(size, [ready], (*key, "reduced")))
                             down.put(land(size / w.ranks, [(*key, "reduced")], key))
                         if unit not in there or layout.schedule == "in_forward":
                             clock.start(report(step, unit, i))
-                    down.put(fire(("reduced", step, unit)))
+                    down.put(serve(0.0, [], ("reduced", step, unit)))
                 elif isinstance(t, Stash):
                     held = ("visited", step, visits.forward(unit))
-                    down.put(move(w.input_bytes, r.down_all, [held], ("stashed", step, unit)))
+                    down.put(serve(w.input_bytes / r.down_all, [held], ("stashed", step, unit)))
                 elif isinstance(t, Fetch):
                     waits = [("stashed", step, unit)]
                     if len(fetches) >= 2:
                         waits.append(("visited", step, visits.backward(fetches[-2])))
                     fetches.append(unit)
-                    up.put(move(w.input_bytes, r.up_all, waits, ("fetched", step, unit)))
+                    up.put(serve(w.input_bytes / r.up_all, waits, ("fetched", step, unit)))
 
     def compute_thread() -> Activity:
         outgoing: list[Any] = []
@@ -319,16 +284,16 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> float:
             if left[step, unit]:
                 continue
             finished[step] += 1
-            clock.start(fire(("consumed", step, unit), r.message_latency))
+            clock.start(serve(r.message_latency, [], ("consumed", step, unit)))
             if layout.schedule == "in_backward":
-                clock.start(fire(("published", step + 1, unit), r.message_latency))
+                clock.start(serve(r.message_latency, [], ("published", step + 1, unit)))
             elif finished[step] == len(units):
-                clock.start(fire(("coefficients", step), r.message_latency))
+                clock.start(serve(r.message_latency, [], ("coefficients", step)))
                 for each in units:
                     if each in there:
                         continue
                     yield w.unit_params(each) / r.update + len(list(chunks(each))) * r.update_latency
-                    clock.start(fire(("published", step + 1, each), r.message_latency))
+                    clock.start(serve(r.message_latency, [], ("published", step + 1, each)))
 
     for activity in (transfer_thread(), compute_thread(), worker()):
         clock.start(activity)

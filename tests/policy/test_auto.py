@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from transformers import Qwen3Config
 
 from slidedp import Config, ConfigError, Data, Layout, Optimizer, cli, launch, open_run
-from slidedp.policy.auto import FIELDS, GPU_SHARE, STAGES, TIE, AutoPolicy, Trial
+from slidedp.policy.auto import FIELDS, STAGES, AutoPolicy
 from slidedp.policy.calibrate import calibrated
+from slidedp.policy.candidates import GPU_SHARE, Trial
+from slidedp.policy.flips import TIE
 from slidedp.policy.machines import H200, MACHINES
 from slidedp.policy.probe import cache_folder, probe
 from slidedp.policy.records import Record, load_records

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slidedp.config import DELIVERIES, REDUCTIONS, Layout
-from slidedp.policy.explain import explain, regime_change
+from slidedp.policy.explain import explain
+from slidedp.policy.flips import regime_change
 from slidedp.policy.machines import BRIDGED, H200, MACHINES, NVSWITCH, UNBRIDGED, WORKSTATION
 from slidedp.policy.rates import GROUPS, Rates, Workload
 from slidedp.policy.step_time import Prediction, predict

@@ -1,0 +1,150 @@
+"""The layouts of one run: what each takes and is predicted to cost, and the activation modes that suit it.
+
+Every layout is compared with the modes that use its memory best, so a larger window or a second gradient
+buffer competes with what the same bytes would gain as kept activations.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from slidedp.config import Layout
+from slidedp.errors import ConfigError
+from slidedp.policy.flips import TIE
+from slidedp.policy.rates import Rates, Workload
+from slidedp.policy.records import Candidate
+from slidedp.policy.step_time import predict
+from slidedp.policy.workload import workload_of
+from slidedp.preflight import Plan, under
+
+GPU_SHARE = 0.92
+"""Part of the free GPU memory that a layout may plan for: activations are estimates, and allocators
+leave gaps."""
+PARTIAL_BUDGETS = (0.2, 0.35, 0.5, 0.75)
+
+
+class Trial(NamedTuple):
+    """What real steps under one layout took."""
+
+    seconds: float
+    """Median of the steps that count."""
+    steps: int
+    """All steps run under the layout, those that settle it included."""
+    wall: float
+    """Seconds of all of them, the switch included."""
+
+
+def fits(there: Plan) -> bool:
+    """Whether a plan is within both memory budgets, with room to spare on the GPUs."""
+    device = sum(there.device.values())
+    free = there.device_limit
+    return there.host_bytes <= there.host_available and (free is None or device <= GPU_SHARE * free)
+
+
+class Candidates:
+    """Layouts as candidates; each is predicted once."""
+
+    def __init__(self, plan: Plan, rates: Rates) -> None:
+        self.plan, self.rates = plan, rates
+        self.workload: Workload = workload_of(plan)
+        self.trials: dict[Layout, Trial] = {}
+        """Real steps so far, by layout."""
+        self.known: dict[Layout, Candidate] = {}
+        """All that were looked at, by layout."""
+        self.lightest = self._lightest()
+        """A layout that fits, from which the stages start."""
+
+    def of(self, layout: Layout) -> Candidate:
+        """Memory and prediction of a layout. ConfigError for one that cannot run at all."""
+        if layout not in self.known:
+            there = under(self.plan, layout)
+            p = predict(self.workload, self.rates, layout)
+            self.known[layout] = Candidate(
+                layout=dataclasses.asdict(layout),
+                predicted_seconds=p.step_seconds,
+                bound_seconds=p.bound_seconds,
+                binding=p.binding,
+                exposed=p.exposed,
+                gpu_bytes=sum(there.device.values()),
+                host_bytes=there.host_bytes,
+                fits=fits(there),
+            )
+        return self.known[layout]
+
+    def fit(self, layout: Layout) -> bool:
+        """Whether a layout is within both memory budgets."""
+        return self.of(layout).fits
+
+    def measured(self, layout: Layout, trial: Trial) -> None:
+        """Real steps were run under a layout."""
+        self.trials[layout] = trial
+        self.known[layout] = dataclasses.replace(self.of(layout), measured_seconds=trial.seconds)
+
+    def filled(self, layout: Layout) -> Layout:
+        """`layout` with the activation modes that suit it best; as it is if none fits."""
+        fitting = [mix for mix in self.mixes(layout) if self.fit(mix)]
+        return min(fitting, key=self.rank) if fitting else layout
+
+    def rank(self, layout: Layout) -> tuple[float, int]:
+        """Orders layouts: the fastest first, and of equal ones the one that takes less of the GPU."""
+        candidate = self.of(layout)
+        # In steps of TIE, so that a gain nobody could measure does not cost gigabytes.
+        return round(
+            candidate.seconds / (TIE * self.of(self.lightest).predicted_seconds), 0
+        ), candidate.gpu_bytes
+
+    def mixes(self, layout: Layout) -> Iterator[Layout]:
+        """Activation layouts worth a look: a small knapsack.
+
+        Layers are alike, so each mode is one point (bytes, seconds, link bytes) and an optimal mix has at
+        most two modes: as many layers as fit in the richer one, the rest in the leaner one. The richer
+        ones are the last layers, whose backward comes first: what they keep lives shortest.
+        """
+        layers = self.workload.layers
+        leanest = ["offload", "recompute"]
+        richer: list[tuple[str, float]] = [("keep", layout.partial_budget)]
+        if self.plan.config.compile:
+            richer = [("partial", budget) for budget in PARTIAL_BUDGETS] + richer
+        pairs = [("offload", "recompute", layout.partial_budget)]
+        pairs += [(lean, rich, budget) for lean in leanest for rich, budget in richer]
+        pairs += [("partial", "keep", budget) for rich, budget in richer if rich == "partial"]
+        seen = set()
+        for lean, rich, budget in pairs:
+
+            def mix(count: int, lean: str = lean, rich: str = rich, budget: float = budget) -> Layout:
+                modes = (lean,) * (layers - count) + (rich,) * count
+                activations = modes if 0 < count < layers else modes[0]
+                budget = budget if "partial" in modes else layout.partial_budget
+                return dataclasses.replace(layout, activations=activations, partial_budget=budget)
+
+            most = layers
+            if not self.fit(mix(layers)):
+                fitting, most = 0, layers  # the largest count that fits is in [fitting, most)
+                while most - fitting > 1:
+                    middle = (fitting + most) // 2
+                    fitting, most = (middle, most) if self.fit(mix(middle)) else (fitting, middle)
+                most = fitting
+            for count in {0, most}:
+                candidate = mix(count)
+                if candidate not in seen:
+                    seen.add(candidate)
+                    yield candidate
+
+    def _lightest(self) -> Layout:
+        """The layout of the config, or the one next to it that takes least memory, if that is too much."""
+        layout = self.plan.config.layout
+        smaller: list[dict[str, Any]] = [
+            {},
+            {"activations": "recompute"},
+            {"activations": "offload"},
+            {"window": 1, "gradient_slots": 1},
+            {"reduction": "gpu", "landing": "ring", "gpu_updates": 0},
+        ]
+        for change in smaller:
+            layout = dataclasses.replace(layout, **change)
+            if self.fit(layout):
+                return layout
+        under(self.plan, layout).check()
+        raise ConfigError(
+            "not enough GPU memory with room to spare: use a smaller batch_size or sequence_length"
+        )

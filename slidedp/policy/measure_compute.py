@@ -1,0 +1,92 @@
+"""Seconds of each piece of one rank's compute, at the run's shapes."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from slidedp.config import DTYPES
+from slidedp.model.loss import linear_cross_entropy
+from slidedp.model.units import Unit
+from slidedp.policy.phases import seconds
+from slidedp.preflight import Plan
+from slidedp.rank import ModelFunctions, model_functions
+from slidedp.stream.activations import Activations, Keep, LayerCall, Parameters, Recompute
+from slidedp.stream.buffers import is_tied
+from slidedp.stream.device import Device
+
+PARTIAL_BUDGET = 0.5
+"""The one fraction of kept intermediates that is measured; each costs a compilation."""
+
+
+def compute_seconds(planned: Plan, device: Device) -> dict[str, float]:
+    """Seconds of each piece of compute at the run's shapes."""
+    config, units = planned.config, planned.units
+    dtype = DTYPES[str(config.compute_dtype)]
+    functions = model_functions(config, planned.model, device, dtype)
+    batch, length = config.batch_size // int(config.ranks or 1), config.sequence_length
+    width = planned.model.hidden_size
+
+    def parameters(unit: Unit) -> Parameters:
+        flat = device.empty(unit.numel, dtype).normal_(std=0.02)
+        return {p.local: p.view(flat).detach().requires_grad_() for p in unit.views}
+
+    layer, embed, head = parameters(units[1]), parameters(units[0]), parameters(units[-1])
+    hidden = torch.randn(batch, length, width, device=device.torch, dtype=dtype)
+    gradient = torch.randn_like(hidden) * 1e-3
+    ids = torch.randint(0, planned.model.vocab_size, (batch, length), device=device.torch)
+
+    def call(function: Any) -> LayerCall:
+        return lambda p, h: function(p, h, *functions.positions)
+
+    def both(mode: Callable[[], Activations], function: Any) -> tuple[float, float]:
+        """Seconds of a forward and of a backward."""
+        kept = mode()
+        forward = seconds(device, lambda: kept.forward(call(function), layer, hidden))
+        pairs = seconds(
+            device,
+            lambda: (
+                kept.forward(call(function), layer, hidden),
+                kept.backward(call(function), layer, gradient),
+            ),
+        )
+        return forward, max(pairs - forward, 1e-9)
+
+    forward, keep = both(Keep, functions.layer)
+    _, recompute = both(Recompute, functions.layer)
+    found = {"forward": forward, "backward_keep": keep, "backward_recompute": recompute}
+    if config.compile:
+        found["backward_partial"] = both(Keep, functions.partial(PARTIAL_BUDGET))[1]
+    matrix = embed["weight"].detach()
+    found["embed_forward"] = seconds(device, lambda: functional.embedding(ids, matrix))
+    found["embed_backward"] = seconds(
+        device,
+        lambda: torch.ops.aten.embedding_dense_backward(
+            gradient, ids, len(matrix), functions.padding_index, False
+        ),
+    )
+    weight = matrix if is_tied(units) else head["lm_head.weight"].detach()
+    found["head"] = seconds(device, lambda: _head(functions, head, weight, hidden, ids), 3)
+    flat = device.zeros(units[1].numel, dtype)
+    other = torch.ones_like(flat)
+    found["device_copy"] = 2 * flat.nbytes / seconds(device, lambda: flat.copy_(other))
+    return found
+
+
+def _head(
+    functions: ModelFunctions,
+    head: Parameters,
+    weight: torch.Tensor,
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+) -> None:
+    """The final norm and the loss, forward and backward, as the engine computes them."""
+    norm, hidden = head["norm.weight"], hidden.detach().requires_grad_()
+    with torch.enable_grad():
+        normed = functions.norm(norm, hidden)
+    weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
+    _, upstream = linear_cross_entropy(
+        normed.detach().flatten(0, 1), weight, labels.flatten(), 1e-4, weight_gradient, functions.softmax
+    )
+    torch.autograd.grad(normed, [hidden, norm], upstream.view_as(normed))

@@ -1,0 +1,59 @@
+"""The optimizer worker's part of a probe: its kernels alone and beside the ranks' copies."""
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from slidedp.host import kernels
+from slidedp.host.worker import worker_threads
+from slidedp.policy.phases import PHASES, Setup
+
+
+def worker_rates(setup: Setup) -> dict[str, float]:
+    """Parameters per second of the update by phase, and bytes per second of the sum of lanes."""
+    os.environ["OMP_WAIT_POLICY"] = "passive"
+    config, sizes = setup.planned.config, setup.sizes
+    kernels.set_threads(worker_threads(int(config.ranks or 1)))
+    half = config.compute_dtype == "bfloat16"
+    count, bits = sizes.params, np.uint16 if half else np.float32
+    master, exp_avg, exp_avg_sq = (np.zeros(count, np.float32) for _ in range(3))
+    working = np.zeros(count, np.uint16) if half else None
+    landing = np.zeros(count, bits)
+    for array in (master, exp_avg, exp_avg_sq, landing):
+        kernels.fill(array, 0.0)
+
+    def update(params: int) -> None:
+        kernels.adamw_update(
+            master[:params], exp_avg[:params], exp_avg_sq[:params],
+            None if working is None else working[:params], landing, 0, 0, 1,
+            grad_scale=1.0, lr=1e-5, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=1,
+        )  # fmt: skip
+
+    def rate(work: Callable[[], Any], amount: float, seconds: float) -> float:
+        done, begun = 0, time.perf_counter()
+        while (passed := time.perf_counter() - begun) < seconds:
+            work()
+            done += 1
+        return done * amount / passed
+
+    update(count)
+    found = {}
+    for name, _, _, _, updates in PHASES:
+        setup.barrier.wait()
+        if updates:
+            found[name] = rate(lambda: update(count), count, sizes.seconds)
+        setup.barrier.wait()
+    found["update_latency"] = 1 / rate(lambda: update(64), 1, 0.02)
+    half_count = count // 2 // 64 * 64
+    out = np.zeros(half_count, bits)
+
+    def add() -> None:
+        kernels.sum_lanes(landing, 0, half_count, 2, out)
+
+    add()
+    found["sum_lanes"] = rate(add, 3 * out.nbytes, sizes.seconds)
+    setup.barrier.wait()
+    return found

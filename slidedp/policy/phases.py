@@ -1,0 +1,75 @@
+"""What the measuring processes of a probe go through together, and how each of them takes a time."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from slidedp.host.memory import Handle
+from slidedp.preflight import Plan
+from slidedp.stream.device import Device
+
+REPEATS = 5
+"""Calls whose median counts."""
+
+
+class Sizes(NamedTuple):
+    """How much each measurement moves: past every cache, and no more."""
+
+    seconds: float
+    """Of one phase."""
+    copy: int
+    """Bytes of one copy."""
+    region: int
+    """Bytes of one rank's region of host memory, each way."""
+    params: int
+    """Parameters that the worker updates."""
+    collective: int
+    """Bytes of one collective."""
+
+
+ON_CUDA = Sizes(0.3, 64 * 2**20, 512 * 2**20, 64 * 2**20, 64 * 2**20)
+ON_CPU = Sizes(0.1, 4 * 2**20, 32 * 2**20, 4 * 2**20, 4 * 2**20)
+
+# (name, whether only rank 0 copies, copies up, copies down, the worker updates)
+PHASES = (
+    ("up", True, True, False, False),
+    ("down", True, False, True, False),
+    ("both", True, True, True, False),
+    ("up_all", False, True, False, False),
+    ("down_all", False, False, True, False),
+    ("both_all", False, True, True, False),
+    ("update", False, False, False, True),
+    ("update_up", False, True, False, True),
+    ("update_down", False, False, True, True),
+    ("update_both", False, True, True, True),
+)
+
+
+class Setup(NamedTuple):
+    """What every process is given. The barrier holds all ranks and the worker."""
+
+    planned: Plan
+    memory: Handle
+    folder: str
+    barrier: Any
+    sizes: Sizes
+
+
+def seconds(device: Device, work: Callable[[], Any], repeats: int = REPEATS) -> float:
+    """Median time of `work`, after two calls that do not count."""
+    times = []
+    for _ in range(repeats + 2):
+        synchronize(device)
+        begun = time.perf_counter()
+        work()
+        synchronize(device)
+        times.append(time.perf_counter() - begun)
+    return sorted(times[2:])[repeats // 2]
+
+
+def synchronize(device: Device) -> None:
+    """Waits for all of a GPU's work."""
+    if device.is_cuda:
+        torch.cuda.synchronize()
