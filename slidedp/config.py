@@ -323,6 +323,9 @@ class Config:
     tune: bool = False
     """Let the policy choose the layout: it measures the machine, predicts every layout, tries the best
     few on the run's own first steps (all compute the same result) and keeps the fastest."""
+    retune: bool = False
+    """After `tune`: when steps drift from what they took then (another process uses the host, sequences
+    change), take a layout that is better now. Without it, such a layout is only proposed."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     ranks: int | None = None
     """Data-parallel processes; None takes every GPU, or 2 on a machine without one."""
@@ -379,6 +382,9 @@ class Config:
                 f"layout.gpu_updates={self.layout.gpu_updates} with gradient_accumulation="
                 f"{self.gradient_accumulation}: gradients are added up in host memory: set gpu_updates=0"
             )
+
+        if self.retune and not self.tune:
+            raise ConfigError('retune=True with tune=False: nothing was tuned; set layout="auto" as well')
 
         if self.gradient_accumulation > 1 and self.tune:
             raise ConfigError(

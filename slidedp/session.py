@@ -365,7 +365,9 @@ class Run:
         self._command(SetLayout(layout, self._landings[-1].handle))
 
     def tune(self, rates: Rates, planned: Plan | None = None, spent: float = 0.0) -> None:
-        """Starts to look for the best layout on the steps to come, in the background.
+        """Starts to look for the best layout on the steps to come, in the background. When steps drift later
+        on from what they took then, a better layout is proposed: the event `drift` of the log, and a line;
+        with `config.retune` it is taken.
 
         `planned` is the preflight with the memory that was free before the run took its own, `spent`
         what `rates` have cost in seconds.
@@ -373,7 +375,7 @@ class Run:
         if self.tuner is not None:
             raise ConfigError("tune: the run is tuned already")
         self.tuner = Tuner(self, planned or self.plan, rates, spent)
-        threading.Thread(target=self.tuner.tune, name="slidedp-tune", daemon=True).start()
+        threading.Thread(target=self.tuner.follow, name="slidedp-tune", daemon=True).start()
 
     def profile(self, steps: int = 2, start: int = 0) -> None:
         """Records `steps` steps of every rank with torch.profiler, from step `start` on or as soon as

@@ -14,6 +14,10 @@ from slidedp.telemetry import RunLog
 
 WIDEST = 20.0
 """A span that is off by more than this factor was disturbed, by a compilation for one: no correction."""
+CLOSE = 0.02
+"""Relative difference of spans that needs no further correction."""
+ROUNDS = 6
+"""Corrections at most."""
 
 
 def calibrated(rates: Rates, workload: Workload, layout: Layout, log: RunLog, step: int) -> Rates:
@@ -27,15 +31,22 @@ def calibrated(rates: Rates, workload: Workload, layout: Layout, log: RunLog, st
     if measured.empty:
         return rates
     rates = _with_compute(rates, workload, layout, measured, log, step)
-    spans = predict(workload, rates, layout, timeline=True).timeline
-    predicted = pd.DataFrame(spans, columns=Span._fields)
-    delivery = _ratio(measured, predicted, "deliver")
-    reduction = _ratio(measured, predicted, "reduce")
-    between = (delivery * reduction) ** 0.5
-    factors = {"up": delivery, "up_all": delivery, "down": reduction, "down_all": reduction}
-    factors |= {"both": between, "both_all": between} | dict.fromkeys(GROUPS["collectives"], between)
-    factors |= dict.fromkeys(GROUPS["update"], _ratio(measured, predicted, "update"))
-    return dataclasses.replace(rates, **{name: getattr(rates, name) / f for name, f in factors.items()})
+    there = {workload.unit_name(unit) for unit in layout.updated_on_gpu(workload.layers)}
+    # Rates of what runs at the same time depend on each other, so one correction shifts the next.
+    for _ in range(ROUNDS):
+        spans = predict(workload, rates, layout, timeline=True).timeline
+        predicted = pd.DataFrame(spans, columns=Span._fields)
+        delivery = _ratio(measured, predicted, "deliver")
+        reduction = _ratio(measured, predicted, "reduce")
+        update = _ratio(*(table[~table["unit"].isin(there)] for table in (measured, predicted)), "update")
+        between = (delivery * reduction) ** 0.5
+        factors = {"up": delivery, "up_all": delivery, "down": reduction, "down_all": reduction}
+        factors |= {"both": between, "both_all": between} | dict.fromkeys(GROUPS["collectives"], between)
+        factors |= dict.fromkeys(GROUPS["update"], update)
+        rates = dataclasses.replace(rates, **{name: getattr(rates, name) / f for name, f in factors.items()})
+        if max(abs(f - 1) for f in factors.values()) < CLOSE:
+            break
+    return rates
 
 
 def _ratio(measured: pd.DataFrame, predicted: pd.DataFrame, phase: str) -> float:

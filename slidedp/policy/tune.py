@@ -1,4 +1,5 @@
-"""Finds the best layout of a live run: what the policy predicts, tried on the run's own steps.
+"""Finds the best layout of a live run: what the policy predicts, tried on the run's own steps; and watches
+over it afterwards.
 
 Every layout computes the same step, so trials are training. They cost the difference between a trial
 layout and the best one, and the switches.
@@ -13,6 +14,7 @@ from slidedp.config import TIMELINE_EVERY, Layout
 from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.calibrate import calibrated
 from slidedp.policy.candidates import Trial
+from slidedp.policy.drift import SETTLE, DriftWatch
 from slidedp.policy.rates import Rates
 from slidedp.preflight import Plan
 
@@ -23,10 +25,10 @@ POLICY = "policy.json"
 """The decisions, in the run folder."""
 CALIBRATION = TIMELINE_EVERY + 1
 """The step whose timeline corrects the rates: the second one, as the first steps still warm up."""
-SETTLE = 2
-"""Steps after a switch that do not count: buffers are new, and a layer may be compiled again."""
 STEPS = 4
 """Steps whose median is a layout's measured time."""
+LOOK_EVERY = 1.0
+"""Seconds between two looks at the steps of a run that is tuned."""
 
 
 class RunOver(Exception):
@@ -42,6 +44,16 @@ class Tuner:
         self._run, self._planned, self._rates, self._spent = run, planned, rates, spent
         self._since = 0  # the first step under the present layout
         self.policy = AutoPolicy(planned, rates, self.trial, spent)
+
+    def follow(self) -> None:
+        """Tunes, and then watches for drifts until the run is over."""
+        if not self.tune().done:
+            return
+        run = self._run
+        watch = DriftWatch(run.log, self.policy, run.set_layout if run.config.retune else None)
+        while run.running:
+            watch.look()
+            time.sleep(LOOK_EVERY)
 
     def tune(self) -> AutoPolicy:
         """Calibrates the rates, decides, tries, and leaves the run under the best layout. Blocks for some

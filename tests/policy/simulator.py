@@ -8,7 +8,7 @@ import heapq
 from collections import deque
 from collections.abc import Generator, Iterator
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 from slidedp.config import Layout
 from slidedp.policy.rates import Rates, Workload
@@ -22,6 +22,8 @@ class Event:
 
     def __init__(self) -> None:
         self.fired, self.waiting = False, []
+        self.at = 0.0
+        """When that was."""
 
 
 class Clock:
@@ -36,7 +38,7 @@ class Clock:
         heapq.heappush(self._heap, (self.now + after, next(self._turn), activity))
 
     def fire(self, event: Event) -> None:
-        event.fired = True
+        event.fired, event.at = True, self.now
         while event.waiting:
             self.start(event.waiting.pop())
 
@@ -76,9 +78,17 @@ class Events(dict):
         return self.setdefault(key, Event())
 
 
-def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> float:
-    """Seconds of the last step. For two or more ranks, `sharded` or `replicated`, `gpu` or `cpu`; the
-    rates must not depend on what else is busy."""
+class Simulated(NamedTuple):
+    """The last of some steps."""
+
+    step: float
+    drain: float
+    """From the end of its compute to its last publication."""
+
+
+def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated:
+    """Seconds of the last step and its drain. For two or more ranks, `sharded` or `replicated`, `gpu` or
+    `cpu`; the rates must not depend on what else is busy."""
     clock, events, visits = Clock(), Events(), Visits(w.layers)
     up, down, between = Stream(clock), Stream(clock), Stream(clock)
     state_in, updates, state_out = Stream(clock), Stream(clock), Stream(clock)
@@ -299,4 +309,5 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> float:
         clock.start(activity)
     clock.run()
     assert len(ends) == steps, "the simulated step deadlocked"
-    return ends[-1] - ends[-2]
+    published = max(events["published", steps, unit].at for unit in range(w.layers + 2))
+    return Simulated(ends[-1] - ends[-2], published - ends[-1])
