@@ -38,7 +38,8 @@ def calibrated(rates: Rates, workload: Workload, layout: Layout, log: RunLog, st
         predicted = pd.DataFrame(spans, columns=Span._fields)
         delivery = _ratio(measured, predicted, "deliver")
         reduction = _ratio(measured, predicted, "reduce")
-        update = _ratio(*(table[~table["unit"].isin(there)] for table in (measured, predicted)), "update")
+        by_worker = [table[~table["unit"].isin(there)] for table in (measured, predicted)]
+        update = _ratio(by_worker[0], by_worker[1], "update")
         between = (delivery * reduction) ** 0.5
         factors = {"up": delivery, "up_all": delivery, "down": reduction, "down_all": reduction}
         factors |= {"both": between, "both_all": between} | dict.fromkeys(GROUPS["collectives"], between)
