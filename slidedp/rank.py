@@ -35,7 +35,7 @@ from slidedp.stream.gates import Gates
 from slidedp.stream.group import join_ranks
 from slidedp.stream.recorder import Recorder
 from slidedp.stream.step import Engine, ModelFunctions
-from slidedp.stream.timeline import Timeline
+from slidedp.stream.timeline import TRACKS, Timeline
 
 
 class RankSetup(NamedTuple):
@@ -300,9 +300,7 @@ class MetricsQueue:
             "began": timeline.began(),
         }
         if _sampled(step, timeline):
-            event["timeline"] = [
-                tuple(s) for s in timeline.resolve(("compute", "deliver", "reduce", "update"))
-            ]
+            event["timeline"] = [tuple(span) for span in timeline.resolve(TRACKS)]
         self._previous = timeline
         if self._partial is not None:
             _add_to(event, self._partial)

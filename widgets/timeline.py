@@ -16,12 +16,21 @@ COLORS = {
     "reduce": "#E69F00",
     "stash": "#F0E442",
     "update": "#D55E00",
+    "load": "#882255",
+    "write": "#AA4499",
 }
 WAIT = "#BBBBBB"
 WHOLE_ROW = {"width": 0.8, "offset": -0.4}
 MEASURED, PREDICTED = {"width": 0.5, "offset": -0.15}, {"width": 0.2, "offset": -0.4}
 """Parts of a row that measured and predicted bars share."""
-TRACKS = {"compute": "compute", "deliver": "host to GPU", "reduce": "GPU to host", "update": "AdamW"}
+TRACKS = {
+    "compute": "compute",
+    "deliver": "host to GPU",
+    "reduce": "GPU to host",
+    "update": "AdamW",
+    "load": "state to GPU",
+    "write": "state to host",
+}
 
 
 def timeline_figure(spans: pd.DataFrame, title: str = "", predicted: pd.DataFrame | None = None) -> go.Figure:

@@ -303,7 +303,7 @@ class Engine:
                 if isinstance(transfer, Reduce) and self.units[transfer.unit].frozen:
                     continue
                 if isinstance(transfer, Load):
-                    self.updates.begin()
+                    self.updates.begin(step.timeline)
                     continue
                 unit = self.units[transfer.unit]
                 doing["transfer"] = (step.number, unit.name, type(transfer).__name__.lower())

@@ -10,7 +10,7 @@ from torch.profiler import record_function
 
 from slidedp.stream.device import Device
 
-TRACKS = ("compute", "deliver", "reduce", "update")
+TRACKS = ("compute", "deliver", "reduce", "update", "load", "write")
 
 Mark = torch.cuda.Event | float
 
@@ -22,7 +22,8 @@ class Span(NamedTuple):
     """One of TRACKS."""
     unit: str
     phase: str
-    """`forward`, `head`, `backward`, `deliver`, `gather`, `reduce`, `update`, or `wait <cause>`."""
+    """`forward`, `head`, `backward`, `deliver`, `gather`, `reduce`, `update`, `load` and `write` (state of
+    updates on the GPU), or `wait <cause>`."""
     start: float
     end: float
 

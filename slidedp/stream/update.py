@@ -22,6 +22,7 @@ from slidedp.stream.adamw import adamw_update
 from slidedp.stream.buffers import Buffers
 from slidedp.stream.device import Abort, Device, Signal, on
 from slidedp.stream.gates import Gates
+from slidedp.stream.timeline import Timeline
 from slidedp.stream.transport import UPDATE, Offer, Transport
 
 
@@ -99,9 +100,9 @@ class ShardUpdate:
 
     # --- state ----------------------------------------------------------------------------------
 
-    def begin(self) -> None:
+    def begin(self, timeline: Timeline) -> None:
         """Starts to bring up the state that the step's updates begin with."""
-        self._position = 0
+        self._position, self._timeline = 0, timeline
         if self._device.state_in is not None and self._device.to_device is not None:
             # The head's delivery is on its way, and needed at once.
             self._device.state_in.wait_stream(self._device.to_device)
@@ -120,7 +121,7 @@ class ShardUpdate:
             if earlier is not None:
                 earlier.wait(stream)
         first, _, last = shard(start, stop, self._rank, self._ranks)
-        with on(stream):
+        with self._timeline.span("load", unit.name, "load", stream, stream), on(stream):
             for target, source in zip(entry.state, self._state.tensors(unit), strict=True):
                 target[: last - first].copy_(source[first:last], non_blocking=True)
         entry.loaded = self._fired(stream)
@@ -159,7 +160,8 @@ class ShardUpdate:
             if slot is not None:
                 offers.append(self._transport.offer(UPDATE, device.update))
             self._fired(device.update).wait(device.state_out)
-            with on(device.state_out):
+            stream = device.state_out
+            with self._timeline.span("write", unit.name, "write", stream, stream), on(stream):
                 if self._state.unit(unit).working is not None:  # what others wait for goes first
                     self._state.delivered(unit)[first:last].copy_(out, non_blocking=True)
                 for target, source in zip(self._state.tensors(unit), state, strict=True):
