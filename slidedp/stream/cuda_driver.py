@@ -6,6 +6,7 @@ Streams are torch's, None the default one; addresses are of device memory of thi
 """
 
 import ctypes
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ class _IpcHandle(ctypes.Structure):
     _fields_ = (("reserved", ctypes.c_char * 64),)
 
 
+@cache
 def _driver() -> Any:
     return ctypes.CDLL("libcuda.so.1")
 
