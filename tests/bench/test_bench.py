@@ -7,6 +7,7 @@ import pytest
 from transformers import AutoConfig
 
 from slidedp.bench.fsdp2 import Case, run_fsdp2
+from slidedp.bench.parity import losses, summary
 from slidedp.bench.slide import random_samples, run_layouts
 from slidedp.bench.table import row
 from slidedp.config import Config, Data, Layout, Optimizer
@@ -53,6 +54,26 @@ def test_fsdp2_trains_as_the_plain_loop(model, tmp_path):
     for measured in found:
         np.testing.assert_allclose(measured["losses"], expected.losses, atol=1e-5)
         assert measured["tokens_per_second"] == pytest.approx(2 * BATCH * LENGTH / measured["step_seconds"])
+
+
+def test_losses_of_slidedp_and_fsdp2_stay_together(model, tmp_path):
+    random_samples(tmp_path / "samples", 4 * BATCH, LENGTH, 97)
+    curves = losses(
+        Config(
+            model=model,
+            data=Data(path=str(tmp_path / "samples")),
+            sequence_length=LENGTH,
+            batch_size=2 * BATCH,
+            steps=STEPS,
+            ranks=2,
+            compute_dtype="float32",
+            optimizer=Optimizer(lr=1e-2, eps=1e-6, clip_norm=None),
+            run_folder=str(tmp_path / "run"),
+        )
+    )
+    found = summary(curves)
+    assert found["steps"] == STEPS and found["last"]["SlideDP"] < found["first"]["SlideDP"] - 0.1
+    assert found["largest_difference"] < 1e-5
 
 
 def test_every_layout_is_measured_over_its_own_steps(model):
