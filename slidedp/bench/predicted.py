@@ -18,6 +18,7 @@ from transformers import PretrainedConfig
 
 from slidedp.bench.shapes import QWEN3, qwen3
 from slidedp.bench.slide import WARM_UP, random_samples, wait_for_step
+from slidedp.bench.speedup import CHOICE
 from slidedp.config import Config, Data, Layout, Optimizer
 from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.calibrate import calibrated
@@ -118,7 +119,7 @@ def compare(
                 "ranks": workload.ranks,
                 "batch": batch,
                 "layout": dataclasses.asdict(layout),
-                "note": "the policy's choice" if layout == chosen else describe(layout, Layout()),
+                "note": CHOICE if layout == chosen else describe(layout, Layout()),
                 "measured_seconds": measured,
                 "probed_seconds": predict(workload, rates, layout).step_seconds,
                 "predicted_seconds": p.step_seconds,
@@ -135,7 +136,7 @@ def accuracy(rows: list[dict[str, Any]]) -> dict[str, float]:
     table = pd.DataFrame(rows)
     errors = [abs(row["predicted_seconds"] / row["measured_seconds"] - 1) for row in rows]
     fastest = min(row["measured_seconds"] for row in rows)
-    choice = [row["measured_seconds"] for row in rows if row["note"] == "the policy's choice"]
+    choice = [row["measured_seconds"] for row in rows if row["note"] == CHOICE]
     return {
         "layouts": len(rows),
         "median_error": statistics.median(errors),

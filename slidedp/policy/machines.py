@@ -14,6 +14,9 @@ class Machine:
     """Figures of one machine, whatever the number of ranks. Bytes, FLOPs and parameters per second."""
 
     name: str
+    gpus: int
+    device_bytes: float
+    """Memory of one GPU that a run may take."""
     flops: float
     """Of one GPU in a compiled layer with 16-bit inputs."""
     device_memory: float
@@ -77,6 +80,8 @@ class Machine:
 
 H200 = Machine(
     name="2 × H200, NVLink",
+    gpus=2,
+    device_bytes=135 * 2**30,
     flops=620e12,
     device_memory=3.5e12,
     link=55e9,
@@ -93,6 +98,8 @@ H200 = Machine(
 )
 NVSWITCH = Machine(
     name="4 × H100, NVSwitch",
+    gpus=4,
+    device_bytes=76 * 2**30,
     flops=590e12,
     device_memory=2.7e12,
     link=52e9,
@@ -109,6 +116,8 @@ NVSWITCH = Machine(
 )
 BRIDGED = Machine(
     name="2 × A800 PCIe, NVLink bridge",
+    gpus=2,
+    device_bytes=76 * 2**30,
     flops=200e12,
     device_memory=1.7e12,
     link=25e9,
@@ -126,6 +135,8 @@ BRIDGED = Machine(
 UNBRIDGED = replace(BRIDGED, name="2 × A800 PCIe, bridge removed", gather=14e9, peers="host")
 WORKSTATION = Machine(
     name="4 × RTX 4090, PCIe only",
+    gpus=4,
+    device_bytes=22.5 * 2**30,
     flops=120e12,
     device_memory=0.9e12,
     link=24e9,

@@ -21,17 +21,21 @@ class Loads:
     def update(self, chunks: GpuUpdate, ready: float) -> tuple[float, float, float]:
         """One unit, whose gradients are there at `ready`: when its first and its last chunk are updated,
         and when all of it is written."""
-        count, bring, work, write = chunks
+        number, bring, work, write = chunks
+        # Local variables and no calls: this is the innermost loop of the model.
+        up, busy, out, written = self._up, self._busy, self.out, self._written
         first = 0.0
-        for i in range(count):
-            place = len(self._written) - self._slots
-            free = self._begun if place < 0 else self._written[place]
-            self._up = max(self._up, free) + bring
-            self._busy = max(self._busy, self._up, ready) + work
-            self.out = max(self.out, self._busy) + write
-            self._written.append(self.out)
-            if i == 0:
-                first = self._busy
+        behind = len(written) - self._slots
+        for place in range(behind, behind + number):
+            free = written[place] if place >= 0 else self._begun
+            up = (free if free > up else up) + bring
+            begin = busy if busy > up else up
+            busy = (ready if ready > begin else begin) + work
+            out = (busy if busy > out else out) + write
+            written.append(out)
+            if place == behind:
+                first = busy
+        self._up, self._busy, self.out = up, busy, out
         return first, self._busy, self.out
 
 
