@@ -11,7 +11,6 @@ RESOURCES = (COMPUTE, "update", "to_device", "to_host", "collective", "host_memo
 
 def busy_seconds(w: Workload, r: Rates, layout: Layout, d: Demands) -> dict[str, float]:
     """By resource. The recurrence serves exactly these, besides the host's memory."""
-    in_forward = layout.schedule == "in_forward"
     window = min(layout.window, w.layers)
     there = layout.updated_on_gpu(w.layers)
     count = (1, w.layers, 1)  # units of each kind
@@ -48,11 +47,11 @@ def busy_seconds(w: Workload, r: Rates, layout: Layout, d: Demands) -> dict[str,
         "to_device": up,
         "to_host": down,
         "collective": collective,
-        "host_memory": _host_bytes(w, r, layout, in_forward) / r.host_memory,
+        "host_memory": _host_bytes(w, r, layout) / r.host_memory,
     }
 
 
-def _host_bytes(w: Workload, r: Rates, layout: Layout, in_forward: bool) -> float:
+def _host_bytes(w: Workload, r: Rates, layout: Layout) -> float:
     """Bytes read from and written to the host's memory in a step."""
     t = traffic(w, "fabric" if r.peers == "links" else r.peers, layout)
     moved = w.layers * t.movers_up * (t.forward_up + t.backward_up)
@@ -64,6 +63,6 @@ def _host_bytes(w: Workload, r: Rates, layout: Layout, in_forward: bool) -> floa
     moved += edges * (t.share_up * t.movers_up + t.share_down * t.movers_down)
     there, number = updated_there(w, layout), lanes(w, layout)
     moved += (w.params - there) * (state_bytes(w) + number * w.itemsize) + there * (26 - w.itemsize)
-    if in_forward and number > 1:
+    if layout.schedule == "in_forward" and number > 1:
         moved += w.params * w.itemsize * 2  # the sum of the lanes, written and read
     return moved

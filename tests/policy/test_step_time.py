@@ -8,10 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slidedp.config import DELIVERIES, REDUCTIONS, Layout
+from slidedp.policy.capacity import busy_seconds
+from slidedp.policy.demands import demands
 from slidedp.policy.explain import explain
 from slidedp.policy.flips import regime_change
 from slidedp.policy.machines import BRIDGED, H200, MACHINES, NVSWITCH, UNBRIDGED, WORKSTATION
 from slidedp.policy.rates import GROUPS, Rates, Workload
+from slidedp.policy.recurrence import steady_step
 from slidedp.policy.step_time import Prediction, predict
 from tests.policy.simulator import simulate
 
@@ -138,6 +141,19 @@ def test_never_under_the_capacity_bound(layout, machine, ranks, batch):
     p = predict(workload, machine.rates(workload), layout)
     assert p.step_seconds >= p.bound_seconds == max(p.demand.values())
     assert p.step_seconds >= 0.999 * (p.compute_seconds + sum(p.exposed.values()))
+
+
+@examples
+@given(layout=layouts, machine=machines, ranks=st.integers(1, 8), batch=st.integers(1, 64))
+def test_the_schedule_alone_gives_no_server_more_work_than_time(layout, machine, ranks, batch):
+    """Capacity and completion times are computed apart. Without updates on the GPUs, whose state has a
+    stream of its own on the link."""
+    layout, workload = dataclasses.replace(layout, gpu_updates=0), qwen3_8b(ranks, batch, LAYERS)
+    rates = machine.rates(workload)
+    tasks = demands(workload, rates, layout)
+    busy = busy_seconds(workload, rates, layout, tasks)
+    longest = max(seconds for server, seconds in busy.items() if server != "host_memory")
+    assert steady_step(workload, rates, layout, tasks).step >= 0.999 * longest
 
 
 @examples
