@@ -1,6 +1,6 @@
 """The step-time model: how long a step takes under a layout, what binds it, and where time is lost.
 
-Numbers in, numbers out, in four files:
+Numbers in, numbers out, step by step in files of their own:
 
 - `traffic` and `contention`: what a layout moves, and how much links and worker slow each other down;
 - `demands`: with that, the seconds of every task;
