@@ -33,6 +33,8 @@ AUTO = "auto"
 """As `Config.layout`: the policy chooses."""
 PACKINGS = ("wrapped", "bounded", "padded")
 OVER_LONG = ("refuse", "cut", "drop")
+TURN = 3
+"""Layers whose update the next forward would wait for: see `Layout.updated_on_gpu`."""
 TIMELINE_EVERY = 10
 """Steps between two full timelines in the telemetry; the second step of each is recorded."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -139,11 +141,11 @@ class Layout:
         return self.activations
 
     def updated_on_gpu(self, layers: int, frozen: frozenset[int] = frozenset()) -> frozenset[int]:
-        """Indices of the units that `gpu_updates` means: `embed` (0) and the first layers, up to three of
+        """Indices of the units that `gpu_updates` means: `embed` (0) and the first layers, up to TURN of
         those whose slots are theirs from backward to the next forward; then other layers, evenly spread, so
         that the GPUs and the worker both keep up with backward; the head (layers + 1) last. The indices in
         `frozen` are left out."""
-        near = 1 + min(self.window, layers, 3)
+        near = 1 + min(self.window, layers, TURN)
         count = min(self.gpu_updates, layers + 2)
         rest = layers + 1 - near
         spread = min(max(0, count - near), rest)

@@ -93,6 +93,14 @@ class Plan:
             )
 
     @property
+    def transport(self) -> str:
+        """What suits this machine between ranks: `copy` where GPUs read one another's memory, which leaves
+        their SMs to compute; else `collective`."""
+        ranks = int(self.config.ranks or 1)
+        copies = self.config.device == "cuda" and ranks > 1 and reach_one_another(ranks)
+        return "copy" if copies else "collective"
+
+    @property
     def device_limit(self) -> int | None:
         """Bytes that a rank may allocate on its device: what is free, or less by `gpu_memory_budget`; None
         where nothing limits it but host memory."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from slidedp.config import DELIVERIES, REDUCTIONS, Config, Layout
+from slidedp.config import DELIVERIES, REDUCTIONS, TURN, Config, Layout
 from slidedp.errors import ConfigError
 from slidedp.policy.candidates import Candidates, Trial
 from slidedp.policy.flips import TIE, flip
@@ -38,7 +38,7 @@ STAGES = {
     "final": "Which layout trains, and does the choice pay?",
 }
 FIELDS = {
-    "route": ("delivery", "reduction"),
+    "route": ("delivery", "reduction", "transport"),
     "update": ("schedule", "landing", "gpu_updates"),
     "buffers": ("chunk_bytes", "window", "gradient_slots"),
     "activations": ("activations", "partial_budget"),
@@ -172,7 +172,7 @@ class AutoPolicy:
                     yield self.candidates.filled(layout), name + where
         elif stage == "buffers":
             for chunk in sorted({*CHUNKS, now.chunk_bytes}):
-                for window in sorted({*WINDOWS, now.window}):
+                for window in sorted({*WINDOWS, now.window, self.workload.layers}):  # the last: all stay
                     for slots in sorted({*GRADIENT_SLOTS, now.gradient_slots}):
                         layout = dataclasses.replace(
                             now, chunk_bytes=chunk, window=window, gradient_slots=slots
@@ -189,7 +189,7 @@ class AutoPolicy:
             return [0]
         units = self.workload.layers + 2
         # The embedding; the units at the turn from backward to forward; then shares of all.
-        turn = 1 + min(layout.window, self.workload.layers)
+        turn = 1 + min(layout.window, self.workload.layers, TURN)
         return sorted({0, 1, turn, *(turn + (units - turn) * part // 6 for part in range(1, 7))})
 
     # --- decisions --------------------------------------------------------------------------------

@@ -131,8 +131,9 @@ class Candidates:
                     yield candidate
 
     def _lightest(self) -> Layout:
-        """The layout of the config, or the one next to it that takes least memory, if that is too much."""
-        layout = self.plan.config.layout
+        """The layout of the config with the transport that suits the machine, or the one next to it that
+        takes least memory, if that is too much."""
+        layout = dataclasses.replace(self.plan.config.layout, transport=self.plan.transport)
         smaller: list[dict[str, Any]] = [
             {},
             {"activations": "recompute"},

@@ -1,18 +1,18 @@
-"""One rank's transfers: copies between host and device, updates on the GPU, collectives."""
+"""One rank's transfers: copies between host and device, updates on the GPU, and between ranks."""
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from slidedp.policy.phases import seconds, synchronize
 from slidedp.stream.adamw import adamw_update
-from slidedp.stream.device import Device, on
+from slidedp.stream.arena import Arena, block_bytes
+from slidedp.stream.device import Abort, Device, on
+from slidedp.stream.transport import DELIVERY, Collectives, Copies, Transport
 
 
-class Copies:
+class HostCopies:
     """Copies between one rank's region of host memory and its device."""
 
     def __init__(self, device: Device, source: torch.Tensor, target: torch.Tensor, size: int) -> None:
@@ -79,21 +79,29 @@ def gpu_update(device: Device, source: torch.Tensor, target: torch.Tensor) -> fl
     return 8 * count / seconds(device, pieces)
 
 
-def collectives(device: Device, ranks: int, nbytes: int) -> dict[str, float]:
-    """Bytes of the whole buffer per second, and seconds of a tiny collective."""
-    count = nbytes // 2 // ranks // 64 * 64
-    whole = device.zeros(count * ranks, torch.bfloat16 if device.is_cuda else torch.float32)
-    part = whole[:count].clone()
+def between_ranks(device: Device, rank: int, ranks: int, nbytes: int, transport: str) -> dict[str, float]:
+    """Bytes of the whole buffer per second, and seconds of a tiny gather, by a transport of Layout."""
+    dtype = torch.bfloat16 if device.is_cuda else torch.float32
+    count = nbytes // dtype.itemsize // ranks // 64 * 64 * ranks
+    arena = Arena(device, block_bytes([count * dtype.itemsize]), transport == "copy")
+    whole = arena.take(count, dtype)
+    way: Transport
+    if transport == "copy":
+        staging = device.zeros(ranks * count, dtype).view(ranks, count)
+        way = Copies(device, arena, rank, ranks, staging, Abort())
+    else:
+        way = Collectives(device, rank, ranks, Abort())
 
-    works: dict[str, Callable[[], Any]] = {
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
-        "broadcast": lambda: dist.broadcast(whole, 0),
-        "reduce": lambda: dist.reduce(whole, 0),
+    def gather(buffer: torch.Tensor) -> None:
+        way.all_gather(buffer, way.offer(DELIVERY, device.to_device))
+
+    works: dict[str, Callable[[], None]] = {
+        "all_gather": lambda: gather(whole),
+        "reduce_scatter": lambda: way.reduce_scatter(whole),
+        "broadcast": lambda: way.broadcast(whole, way.offer(DELIVERY, device.to_device)),
+        "reduce": lambda: way.reduce(whole),
     }
     found = {name: whole.nbytes / seconds(device, work) for name, work in works.items()}
-    small = device.zeros(64 * ranks, whole.dtype)
-    found["collective_latency"] = seconds(
-        device, lambda: dist.all_gather_into_tensor(small, small[:64].clone())
-    )
+    found["collective_latency"] = seconds(device, lambda: gather(whole[: 64 * ranks]))
+    way.close()
     return found

@@ -27,7 +27,7 @@ from slidedp.errors import ConfigError
 from slidedp.host.memory import Segment
 from slidedp.host.process import die_with_parent
 from slidedp.policy.measure_compute import PARTIAL_BUDGET, compute_seconds
-from slidedp.policy.measure_transfers import Copies, collectives, gpu_update
+from slidedp.policy.measure_transfers import HostCopies, between_ranks, gpu_update
 from slidedp.policy.measure_worker import worker_rates
 from slidedp.policy.phases import ON_CPU, ON_CUDA, PHASES, Setup
 from slidedp.policy.rates import Rates, Workload
@@ -36,7 +36,7 @@ from slidedp.preflight import Plan, plan
 from slidedp.stream.device import Device
 from slidedp.stream.group import join_ranks
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 
 
 def probe(run: Plan | Config, *, fresh: bool = False) -> Rates:
@@ -178,7 +178,7 @@ def _rank(rank: int, ranks: int, setup: Setup) -> dict[str, Any]:
     source, target = region[: sizes.region], region[sizes.region : 2 * sizes.region]
     device.register(source)
     device.register(target)
-    copies = Copies(device, source, target, sizes.copy)
+    copies = HostCopies(device, source, target, sizes.copy)
     for name, alone, up, down, _ in PHASES:
         setup.barrier.wait()
         if (up or down) and (rank == 0 or not alone):
@@ -191,7 +191,7 @@ def _rank(rank: int, ranks: int, setup: Setup) -> dict[str, Any]:
     device.unregister(target)
     found["collectives"] = []
     if ranks > 1:
-        between = collectives(device, ranks, sizes.collective)
+        between = between_ranks(device, rank, ranks, sizes.collective, setup.planned.transport)
         found |= between
         found["collectives"] = list(between)
     pieces = compute_seconds(setup.planned, device)
