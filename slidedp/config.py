@@ -328,6 +328,10 @@ class Config:
     retune: bool = False
     """After `tune`: when steps drift from what they took then (another process uses the host, sequences
     change), take a layout that is better now. Without it, such a layout is only proposed."""
+    router_aux_loss_coef: float | None = None
+    """Weight of the load-balancing loss of a mixture of experts, as transformers defines it, over the batch
+    of all ranks. None takes the model's own `router_aux_loss_coef` if its config.json sets
+    `output_router_logits`, else 0."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     ranks: int | None = None
     """Data-parallel processes; None takes every GPU, or 2 on a machine without one."""
@@ -364,6 +368,8 @@ class Config:
             raise ConfigError(f"seed={self.seed!r}: expected an integer below 2**63")
         if self.ranks is not None:
             _at_least("ranks", self.ranks, 1)
+        if self.router_aux_loss_coef is not None:
+            _at_least("router_aux_loss_coef", self.router_aux_loss_coef, 0, float)
         if self.device is not None:
             _choice("device", self.device, ("cuda", "cpu"))
         for name in ("compute_dtype", "reduce_dtype"):

@@ -15,6 +15,7 @@ from slidedp.host.groups import check_groups
 from slidedp.host.landing import LandingPlan
 from slidedp.host.memory import available_bytes
 from slidedp.host.state import aligned_numel, unit_starts
+from slidedp.model.experts import experts_of
 from slidedp.model.families import load_config, skeleton
 from slidedp.model.units import Unit, units_of
 from slidedp.stream.buffers import buffer_numels, is_tied
@@ -141,6 +142,7 @@ def plan(config: Config) -> Plan:
     model = skeleton(model_config, config.sequence_length)
     units = units_of(model, config.optimizer.freeze)
     check_groups(units, config.optimizer)
+    experts_of(model_config, config.router_aux_loss_coef)  # refuses a dense model's
     dtype = DTYPES[str(config.compute_dtype)]
     return Plan(
         config=config,

@@ -27,14 +27,15 @@ from slidedp.host.messages import Finished, Started
 from slidedp.host.process import die_with_parent, doing, reporting, return_freed_memory, show_signs_of_life
 from slidedp.host.state import HostState, StateHandle
 from slidedp.model.documents import VARLEN, Positions, has_varlen, within_documents
+from slidedp.model.experts import Experts, balance_loss, experts_of, tokens_that_count
 from slidedp.model.families import LayerFunction, layer_function, norm_function, rotary_tables, skeleton
 from slidedp.model.loss import IGNORED, softmax_gradient
 from slidedp.model.units import frozen_units
-from slidedp.stream.device import Abort, Aborted, Device, HostScalar
+from slidedp.stream.device import Abort, Aborted, Device
 from slidedp.stream.gates import Gates
 from slidedp.stream.group import join_ranks
 from slidedp.stream.recorder import Recorder
-from slidedp.stream.step import Engine, ModelFunctions
+from slidedp.stream.step import Batch, Engine, ModelFunctions, Passed
 from slidedp.stream.timeline import TRACKS, Timeline
 
 
@@ -112,7 +113,7 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
         for start in range(rank * per_rank, rank * per_rank + len(held_out), config.micro_batch_size):
             rows = held_out[start : start + per_rank]
             batch = on_device(evaluated, rows, per_rank, functions, device)
-            loss += engine.evaluate(step * passes, batch.input_ids, batch.labels, batch.positions)
+            loss += engine.evaluate(step * passes, batch)
             targets += batch.targets
         event = {"kind": "eval", "rank": rank, "step": step, "loss_sum": float(loss), "targets": targets}
         metrics.flush()  # the steps before, whose transfers are all over by now
@@ -120,7 +121,7 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
 
     engine, landing = build(config.layout, setup.landing)
     launcher.send({"kind": "ready", "rank": rank, "time": time.time()})
-    metrics = MetricsQueue(rank, device, launcher, passes)
+    metrics = MetricsQueue(rank, device, launcher, passes, functions.experts)
     recorder: Recorder | None = None
     try:
         for number in range(setup.start * passes, config.steps * passes):
@@ -146,16 +147,18 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
             if len(held_out) and part == 0 and step % config.eval_every == 0:
                 evaluate(step)
             share = rank * passes + part
-            rows = learnt[order.step(step)[share * per_rank : (share + 1) * per_rank]]
-            batch = on_device(samples, rows, per_rank, functions, device)
+            rows = learnt[order.step(step)]
+            batch = on_device(
+                samples, rows[share * per_rank : (share + 1) * per_rank], per_rank, functions, device
+            )
+            if functions.experts is not None and functions.experts.weight:
+                batch = batch._replace(step_targets=samples.targets(rows))
             gates.send(Started(number, batch.targets))
             with recorder.step(step) if recorder is not None else nullcontext():
-                loss, timeline = engine.step(
-                    number, batch.input_ids, batch.labels, batch.positions, profiled=recorder is not None
-                )
-            metrics.add(number, loss, batch.targets, timeline)
+                passed = engine.step(number, batch, profiled=recorder is not None)
+            metrics.add(number, batch.targets, passed)
             if recorder is not None:
-                recorder.add(step, timeline)
+                recorder.add(step, passed.timeline)
                 if recorder.complete:
                     launcher.send(recorder.write(abort))
                     recorder = None
@@ -175,17 +178,6 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
         raise
 
 
-class Batch(NamedTuple):
-    """What one rank takes in a step."""
-
-    input_ids: torch.Tensor
-    """int64 [batch, length] on the device, as `labels`."""
-    labels: torch.Tensor
-    positions: Positions
-    targets: int
-    """Labels that are not IGNORED."""
-
-
 def on_device(
     samples: Samples, rows: np.ndarray, size: int, functions: ModelFunctions, device: Device
 ) -> Batch:
@@ -194,11 +186,13 @@ def on_device(
     input_ids, labels = samples.rows(padded)
     labels[len(rows) :] = IGNORED
     position_ids = samples.positions(padded)
+    mixture = functions.experts is not None
     return Batch(
         device.bring(input_ids),
         device.bring(labels),
         functions.positions if position_ids is None else functions.within_documents(position_ids),
         int((labels != IGNORED).sum()),
+        device.bring(tokens_that_count(labels, position_ids)) if mixture else None,
     )
 
 
@@ -213,7 +207,9 @@ def model_functions(
     hold several documents."""
     model = skeleton(model_config)
     attention = VARLEN if bounded and has_varlen(model_config, device.torch, dtype) else "sdpa"
-    layer, softmax = layer_function(model, attention), softmax_gradient
+    experts = experts_of(model_config, config.router_aux_loss_coef)
+    layer = layer_function(model, attention, balanced=experts is not None and experts.weight > 0)
+    softmax = softmax_gradient
     compiled = torch.compile(layer, dynamic=False) if config.compile else layer
     cos, sin = rotary_tables(model_config, model, config.sequence_length, device.torch, dtype)
     padding = model.model.embed_tokens.padding_idx
@@ -225,6 +221,7 @@ def model_functions(
         positions=Positions(cos, sin),
         within_documents=partial(within_documents, Positions(cos, sin), attention == VARLEN, device.bring),
         padding_index=-1 if padding is None else padding,
+        experts=experts,
     )
 
 
@@ -235,7 +232,7 @@ def compile_partial(layer: Any, budget: float) -> LayerFunction:
     variant = types.FunctionType(code, layer.__globals__, code.co_name, None, layer.__closure__)
     compiled = torch.compile(variant, dynamic=False)
 
-    def call(*arguments: Any) -> torch.Tensor:
+    def call(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         # The budget is read when the first call compiles; entering it later costs microseconds.
         with functorch_config.patch(activation_memory_budget=budget):
             return compiled(*arguments)
@@ -249,20 +246,23 @@ class MetricsQueue:
     A step may have several `passes`: sums are over all of them, the timeline is that of the last.
     """
 
-    def __init__(self, rank: int, device: Device, launcher: Connection, passes: int) -> None:
+    def __init__(
+        self, rank: int, device: Device, launcher: Connection, passes: int, experts: Experts | None
+    ) -> None:
         self._rank, self._device, self._launcher, self._passes = rank, device, launcher, passes
+        self._experts = experts
         self._partial: dict[str, Any] | None = None
-        self._pending: deque[tuple[int, HostScalar, int, Timeline]] = deque()
+        self._pending: deque[tuple[int, int, Passed]] = deque()
         self._previous: Timeline | None = None
 
-    def add(self, number: int, loss: HostScalar, targets: int, timeline: Timeline) -> None:
-        """What pass `number` of the run computes."""
-        self._pending.append((number, loss, targets, timeline))
+    def add(self, number: int, targets: int, passed: Passed) -> None:
+        """What pass `number` of the run computes, and this rank's targets in it."""
+        self._pending.append((number, targets, passed))
         while self._pending and self._complete():
             self._send()
 
     def _complete(self) -> bool:
-        number, loss, _, timeline = self._pending[0]
+        number, _, (loss, timeline, _) = self._pending[0]
         return (
             timeline.done()
             and loss.done()
@@ -276,7 +276,7 @@ class MetricsQueue:
         self._previous = None
 
     def _send(self) -> None:
-        number, loss, targets, timeline = self._pending.popleft()
+        number, targets, (loss, timeline, routing) = self._pending.popleft()
         step = number // self._passes
         spans = timeline.resolve(("compute",))
         waits: dict[str, float] = {}
@@ -289,7 +289,7 @@ class MetricsQueue:
             "kind": "step",
             "rank": self._rank,
             "step": step,
-            "loss_sum": float(loss),
+            "loss_sum": float(loss.value()),
             "targets": targets,
             "compute_seconds": seconds,
             "step_seconds": timeline.seconds_since(self._previous) if self._previous else None,
@@ -301,19 +301,29 @@ class MetricsQueue:
         }
         if _sampled(step, timeline):
             event["timeline"] = [tuple(span) for span in timeline.resolve(TRACKS)]
+        if self._experts is not None and routing is not None and self._rank == 0:
+            sums = routing.value()
+            event["router_loss"] = balance_loss(sums, self._experts.per_token) / self._passes
+            event["expert_tokens"] = sums[:-1].long()
         self._previous = timeline
         if self._partial is not None:
             _add_to(event, self._partial)
         last = number % self._passes == self._passes - 1
         self._partial = None if last else event
+        if last and "expert_tokens" in event:
+            tokens = event.pop("expert_tokens")
+            event["expert_load"] = float((tokens.amax(1) / tokens.float().mean(1).clamp(min=1)).max())
+            if _sampled(step, timeline):
+                event["expert_tokens"] = tokens.tolist()
         if last:
             self._launcher.send(event)
 
 
 def _add_to(event: dict[str, Any], earlier: dict[str, Any]) -> None:
     """Makes a pass's event that of itself and the passes before it."""
-    for name in ("loss_sum", "targets", "compute_seconds"):
-        event[name] += earlier[name]
+    for name in ("loss_sum", "targets", "compute_seconds", "router_loss", "expert_tokens"):
+        if name in event:
+            event[name] += earlier[name]
     if event["step_seconds"] is not None:
         before = earlier["step_seconds"]
         event["step_seconds"] = None if before is None else event["step_seconds"] + before

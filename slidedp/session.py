@@ -440,6 +440,10 @@ class Run:
         """One row per evaluation on held-out data so far; see RunLog.evaluations."""
         return self.log.evaluations()
 
+    def experts(self) -> pd.DataFrame:
+        """Tokens of every expert of a mixture, in the sampled steps so far; see RunLog.experts."""
+        return self.log.experts()
+
     def export(self, folder: str | Path, dtype: str = "bfloat16") -> Path:
         """Writes the trained model as a Hugging Face folder. Needs a run that is over."""
         if self.running:

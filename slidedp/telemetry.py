@@ -23,6 +23,8 @@ PEAK_TFLOPS = {
     "RTX 5090": 209, "RTX 4090": 165, "RTX 3090": 71,
 }  # fmt: skip
 """Dense BF16 matrix products as data sheets state them, by a part of the GPU's name; the first one counts."""
+ROUTED = ("router_loss", "expert_load")
+"""Metrics of a mixture of experts; rank 0 reports them for all."""
 TRACES = "traces"
 """Folder of the run folder that `Run.profile` writes to."""
 
@@ -137,7 +139,9 @@ class RunLog:
         without recomputation; mfu: their share of the GPU's peak, NaN where that is not known; busy:
         fraction of the step in which compute did not wait; lr, gradient_norm (before clipping),
         update_seconds: of the worker. If the run evaluates, eval_loss and perplexity are of the weights
-        that the step started from, as loss is; see `evaluations`.
+        that the step started from, as loss is; see `evaluations`. Of a mixture of experts, router_loss is
+        the load-balancing loss, unweighted and no part of loss, and expert_load what the fullest expert of
+        any layer takes, in multiples of an even share; see `experts`.
         """
         ranks = self.ranks()
         names = ["loss", "targets", "step_seconds", "tokens_per_second", "tflops_per_gpu", "mfu", "busy"]
@@ -161,6 +165,9 @@ class RunLog:
         table["tflops_per_gpu"] = per_rank * flops / 1e12
         table["mfu"] = table["tflops_per_gpu"] / (self.peak_tflops or math.nan)
         table = table[complete][names]
+        routed = [event for event in self.events("step") if "router_loss" in event]
+        if routed:
+            table = table.join(pd.DataFrame(routed).set_index("step")[list(ROUTED)])
         updates = pd.DataFrame(self.events("update"))
         if not updates.empty:
             table = table.join(
@@ -184,6 +191,17 @@ class RunLog:
         table["eval_loss"] = table["loss_sum"] / table["targets"]
         table["perplexity"] = np.exp(table["eval_loss"])
         return table[columns]
+
+    def experts(self) -> pd.DataFrame:
+        """One row per expert, layer and sampled step of a mixture: step, layer, expert, and the tokens of all
+        ranks that went there (padding left out)."""
+        rows = [
+            (event["step"], layer, expert, tokens)
+            for event in self.events("step")
+            for layer, experts in enumerate(event.get("expert_tokens", ()))
+            for expert, tokens in enumerate(experts)
+        ]
+        return pd.DataFrame(rows, columns=["step", "layer", "expert", "tokens"])
 
     def timeline(self, step: int) -> pd.DataFrame:
         """Spans of a sampled step: rank, track, unit, phase, start and end in ms since the rank's compute
@@ -326,6 +344,7 @@ class RowReader:
             "tflops_per_gpu": step.tokens_per_second / self._ranks * self._flops / 1e12,
             "busy": 1 - waited / sum(e["compute_seconds"] for e in step.events),
             **{name: update[name] for name in ("lr", "gradient_norm", "skipped", "update_seconds")},
+            **{name: event[name] for event in step.events for name in ROUTED if name in event},
         }
 
 

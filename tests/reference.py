@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from slidedp.config import Config
 from slidedp.data.order import Order, split
@@ -54,7 +55,7 @@ def _train(config: Config) -> SimpleNamespace:
     samples = Samples(config.data.path)
     learnt, _ = split(samples.count, config.data.eval_fraction, config.seed)
     order = Order(len(learnt), config.batch_size, config.seed)
-    losses, norms = [], []
+    losses, norms, balances = [], [], []
     for step in range(config.steps):
         rows = learnt[order.step(step)]
         input_ids, labels = samples.rows(rows)
@@ -65,13 +66,33 @@ def _train(config: Config) -> SimpleNamespace:
         loss = total / (labels != -100).sum()
         optimizer.zero_grad()
         loss.backward()
+        if config.router_aux_loss_coef:
+            # A pass is a part of the rows that one rank has: with several passes, for one rank only.
+            parts = zip(*(t.chunk(config.gradient_accumulation) for t in (input_ids, labels)), strict=True)
+            balance = sum(balance_of(model, *part) for part in parts) / config.gradient_accumulation
+            (config.router_aux_loss_coef * balance).backward()
+            balances.append(float(balance.detach()))
         limit = float("inf") if settings.clip_norm is None else settings.clip_norm
         norms.append(float(torch.nn.utils.clip_grad_norm_(parameters, limit)))
         for group in optimizer.param_groups:
             group["lr"] = group["factor"] * settings.lr_at(step, config.steps)
         optimizer.step()
         losses.append(float(loss.detach()))
-    return SimpleNamespace(losses=losses, norms=norms, parameters=_stored(model))
+    return SimpleNamespace(losses=losses, norms=norms, balances=balances, parameters=_stored(model))
+
+
+def balance_of(model: Any, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """transformers' load-balancing loss; what comes behind a row's last target is padding."""
+    mask = torch.zeros_like(labels)
+    for row, targets in enumerate(labels != -100):
+        mask[row, : max((i + 1 for i, target in enumerate(targets) if target), default=0)] = 1
+    logits = model(input_ids=input_ids, output_router_logits=True).router_logits
+    if not mask.any():  # transformers divides by no tokens here
+        return logits[0].sum() * 0
+    assert len(logits) == model.config.num_hidden_layers
+    return load_balancing_loss_func(
+        logits, model.config.num_experts, model.config.num_experts_per_tok, mask if 0 in mask else None
+    )
 
 
 def _stored(model: Any) -> dict[str, torch.Tensor]:

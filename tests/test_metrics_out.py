@@ -11,6 +11,7 @@ from slidedp import ConfigError, Data, TensorBoard, launch, open_run
 from slidedp.data.samples import write_samples
 from slidedp.telemetry import RowReader
 from tests.launching import DEADLINE, LENGTH, VOCABULARY, small_config
+from tests.pool import small_model
 
 STEPS, EVERY = 9, 4
 
@@ -28,12 +29,19 @@ def test_rows_evaluations_and_event_files_tell_what_metrics_do(tmp_path, capfd):
         if row["step"] == STEPS - 1 and "loss" in row:
             raise ValueError("full")
 
+    mixture = small_model(tmp_path / "mixture", kind="olmoe")
     config = small_config(
-        tmp_path, data=data, steps=STEPS, eval_every=EVERY, run_folder=str(tmp_path / "run")
+        tmp_path,
+        model=mixture,
+        data=data,
+        steps=STEPS,
+        eval_every=EVERY,
+        router_aux_loss_coef=0.1,
+        run_folder=str(tmp_path / "run"),
     )
     with launch(config, on_step=on_step) as run:
         run.wait(DEADLINE)
-        metrics, evaluations = run.metrics(), run.evaluations()
+        metrics, evaluations, experts = run.metrics(), run.evaluations(), run.experts()
     assert (run.status, len(metrics)) == ("finished", STEPS)
     assert capfd.readouterr().err.count("ValueError: full") == 1
 
@@ -47,6 +55,13 @@ def test_rows_evaluations_and_event_files_tell_what_metrics_do(tmp_path, capfd):
     assert beside.to_dict() == evaluations["eval_loss"].drop(9).to_dict()
     # A step after an evaluation does not follow at once, so it is not timed.
     assert metrics.index[metrics["step_seconds"].isna()].tolist() == [0, 4, 8]
+
+    # Experts: every token goes to two of the six in each layer, in the steps that are sampled.
+    assert (metrics["router_loss"] > 0).all() and (metrics["expert_load"].between(1, 3)).all()
+    assert experts["step"].unique().tolist() == [1]
+    assert (experts.groupby("layer")["tokens"].sum() == 2 * config.batch_size * LENGTH).all()
+    assert experts["tokens"].max() * 6 / (2 * config.batch_size * LENGTH) == metrics["expert_load"][1]
+    pd.testing.assert_frame_equal(open_run(tmp_path / "run").experts(), experts)
 
     # Rows: all of them in order, but the one after the fault of the logger.
     order = [(row["step"], "loss" in row) for row in rows]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from slidedp.errors import ConfigError
+from slidedp.model.loss import IGNORED
 
 INPUT_IDS, LABELS, POSITION_IDS = "input_ids.npy", "labels.npy", "position_ids.npy"
 SCAN = 2**22
@@ -48,6 +49,10 @@ class Samples:
         input_ids = self.input_ids[indices].astype(np.int64)
         labels = self.labels[indices].astype(np.int64)
         return torch.from_numpy(input_ids), torch.from_numpy(labels)
+
+    def targets(self, indices: np.ndarray) -> int:
+        """Labels of the samples at `indices` that are not IGNORED."""
+        return int((self.labels[indices] != IGNORED).sum())
 
     def positions(self, indices: np.ndarray) -> torch.Tensor | None:
         """position_ids of the samples at `indices` [n], int64 [n, length]; None if samples are whole."""

@@ -25,8 +25,9 @@ ARCHITECTURES = (
 """Models of the shape embed_tokens, layers, norm, lm_head with rotary positions and causal SDPA. Experts
 of a mixture are computed by transformers' grouped matrix products."""
 
-LayerFunction = Callable[..., torch.Tensor]
-"""(parameters, hidden, cos, sin, bounds) -> hidden; see `slidedp.model.documents.Positions`."""
+LayerFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+"""(parameters, hidden, cos, sin, bounds) -> hidden and the router's logits; see
+`slidedp.model.documents.Positions` and `layer_function`."""
 
 
 def load_config(model: str | PretrainedConfig) -> PretrainedConfig:
@@ -64,11 +65,6 @@ def skeleton(config: PretrainedConfig, sequence_length: int | None = None) -> An
             "model: its layers differ (mlp_only_layers or decoder_sparse_step in config.json), and one "
             "template must serve all: give a model whose layers are alike"
         )
-    if getattr(config, "output_router_logits", False) and config.router_aux_loss_coef:
-        raise ConfigError(
-            f"model: a router loss (router_aux_loss_coef={config.router_aux_loss_coef}) is not supported: "
-            "set output_router_logits to false in config.json, which leaves it out in transformers too"
-        )
     if getattr(config, "attention_dropout", 0.0):
         raise ConfigError(
             f"model: attention_dropout={config.attention_dropout} is not supported, since a recomputed layer "
@@ -95,12 +91,17 @@ def _check_length(config: Any, sequence_length: int) -> None:
         )
 
 
-def layer_function(model: Any, attention: str = "sdpa") -> LayerFunction:
-    """f(parameters, hidden, cos, sin, bounds) -> hidden of one decoder layer; hidden is [batch, seq,
-    width]. Without bounds attention is causal over the whole sequence."""
+def layer_function(model: Any, attention: str = "sdpa", balanced: bool = False) -> LayerFunction:
+    """f(parameters, hidden, cos, sin, bounds) -> hidden and router logits of one decoder layer; hidden is
+    [batch, seq, width], the logits [batch · seq, experts], or None if the layer has no router. Without bounds
+    attention is causal over the whole sequence. `balanced`: the logits will have a gradient."""
     template = model.model.layers[0]
     template.train()
     template.self_attn.config._attn_implementation = attention
+    routed: list[torch.Tensor] = []
+    router = getattr(template.mlp, "gate", None)
+    if router is not None:
+        router.register_forward_hook(lambda module, inputs, output: routed.append(output[0]))
 
     def layer(
         parameters: dict[str, torch.Tensor],
@@ -108,13 +109,17 @@ def layer_function(model: Any, attention: str = "sdpa") -> LayerFunction:
         cos: torch.Tensor,
         sin: torch.Tensor,
         bounds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return functional_call(
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden = functional_call(
             template,
             parameters,
             (hidden,),
             {"position_embeddings": (cos, sin), "attention_mask": bounds, "use_cache": False},
         )
+        if router is None:
+            return hidden, None
+        logits = routed.pop()
+        return hidden, logits if balanced else logits.detach()
 
     return layer
 

@@ -90,15 +90,15 @@ class Device:
         moved.record_stream(current)
         return moved
 
-    def take(self, value: torch.Tensor) -> "HostScalar":
-        """The scalar that the current stream's work so far computes, on its way to the host."""
+    def take(self, value: torch.Tensor) -> "HostCopy":
+        """The little that the current stream's work so far computes, on its way to the host."""
         if self.loss_out is None:
-            return HostScalar(value, None)
+            return HostCopy(value, None)
         self.loss_out.wait_stream(torch.cuda.current_stream())
         with on(self.loss_out):
             on_host, copied = self.copied(value), torch.cuda.Event()
             copied.record()
-        return HostScalar(on_host, copied)
+        return HostCopy(on_host, copied)
 
     def copied(self, value: torch.Tensor) -> torch.Tensor:
         """A device scalar on the host, valid once the current stream's work so far has run."""
@@ -130,8 +130,8 @@ class Device:
         return torch.cuda.memory_stats().get("num_alloc_retries", 0) if self.is_cuda else 0
 
 
-class HostScalar:
-    """A number that a device computes, on its way to the host."""
+class HostCopy:
+    """A small tensor that a device computes, on its way to the host."""
 
     def __init__(self, value: torch.Tensor, copied: torch.cuda.Event | None) -> None:
         self._value, self._copied = value, copied
@@ -140,11 +140,11 @@ class HostScalar:
         """Whether it is here."""
         return self._copied is None or self._copied.query()
 
-    def __float__(self) -> float:
-        """The number; waits for it."""
+    def value(self) -> torch.Tensor:
+        """The tensor; waits for it."""
         if self._copied is not None:
             self._copied.synchronize()
-        return float(self._value)
+        return self._value
 
 
 @contextmanager

@@ -50,7 +50,13 @@ class Fetch(NamedTuple):
     unit: int
 
 
-Transfer = Deliver | Reduce | Load | Update | Stash | Fetch
+class Balance(NamedTuple):
+    """Sum over ranks what the routers of all layers up to the last, `unit`, chose; backward needs it."""
+
+    unit: int
+
+
+Transfer = Deliver | Reduce | Load | Update | Stash | Fetch | Balance
 
 
 class Visits:
@@ -74,9 +80,10 @@ def transfers(
     tied: bool,
     on_gpu: frozenset[int] = frozenset(),
     schedule: str = "in_forward",
+    routed: bool = False,
 ) -> list[Transfer]:
     """All transfers of one step in issue order; `modes` has one activation mode per layer, `on_gpu` are
-    the units that are updated on the GPU."""
+    the units that are updated on the GPU, and the layers of a `routed` model choose experts."""
     visits = Visits(layers)
     head, start = visits.head, -1
     resident = layers - window  # layers above this stay in the window from forward to backward
@@ -113,8 +120,11 @@ def transfers(
         in_backward = schedule == "in_backward"
         placed += [(updated[unit] if in_backward else last, Update(unit)) for unit in sorted(on_gpu)]
 
+    if routed:
+        placed.append((layers, Balance(layers)))
+
     # What leaves the GPU goes first: it frees a buffer that compute is about to need.
-    rank = {Reduce: 0, Stash: 0, Fetch: 1, Deliver: 2, Load: 3, Update: 4}
+    rank = {Reduce: 0, Stash: 0, Balance: 0, Fetch: 1, Deliver: 2, Load: 3, Update: 4}
     return [transfer for _, transfer in sorted(placed, key=lambda p: (p[0], rank[type(p[1])]))]
 
 

@@ -4,6 +4,7 @@ import threading
 
 import torch
 
+from slidedp.model.experts import Routing
 from slidedp.stream.device import Abort, Signal
 from slidedp.stream.timeline import Timeline
 
@@ -17,6 +18,7 @@ class Step:
     def __init__(self, number: int, abort: Abort, timeline: Timeline, learns: bool = True) -> None:
         self.number, self.timeline, self.learns = number, timeline, learns
         self.held: dict[int, torch.Tensor] = {}
+        self.routing: Routing | None = None
         self._abort = abort
         self._signals: dict[tuple[str, int], Signal] = {}
         self._lock = threading.Lock()

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional
 
 from slidedp.config import Config, Layout
@@ -20,15 +21,17 @@ from slidedp.host.messages import Landed, Written
 from slidedp.host.process import doing
 from slidedp.host.state import HostState
 from slidedp.model.documents import Positions
+from slidedp.model.experts import Experts, Routing
 from slidedp.model.families import LayerFunction
 from slidedp.model.loss import SoftmaxGradient, linear_cross_entropy, summed_cross_entropy
 from slidedp.model.units import Unit, chunks
-from slidedp.stream.activations import Activations, Keep, LayerCall, Offload, Recompute
+from slidedp.stream.activations import Activations, Keep, LayerCall, Offload, Parameters, Recompute
 from slidedp.stream.buffers import Buffers, is_tied
 from slidedp.stream.delivery import Delivery, make_delivery
-from slidedp.stream.device import Abort, Device, HostScalar
+from slidedp.stream.device import Abort, Device, HostCopy, on
 from slidedp.stream.gates import Gates
 from slidedp.stream.program import (
+    Balance,
     Deliver,
     Fetch,
     Load,
@@ -61,6 +64,33 @@ class ModelFunctions(NamedTuple):
     """Those of sequences with these position ids, int64 [batch, length] on the CPU."""
     padding_index: int
     """Row of the embedding that gets no gradient; -1 for none."""
+    experts: Experts | None
+    """Those of each layer; None if the model is dense."""
+
+
+class Batch(NamedTuple):
+    """What one rank takes in a pass."""
+
+    input_ids: torch.Tensor
+    """int64 [batch, length] on the device, as `labels`."""
+    labels: torch.Tensor
+    positions: Positions
+    targets: int
+    """Labels that are not IGNORED."""
+    counted: torch.Tensor | None = None
+    """Of a mixture, bool [batch, length] on the device: tokens whose experts count."""
+    step_targets: int = 0
+    """Targets of all ranks and passes of the step; not used where no balance is learnt."""
+
+
+class Passed(NamedTuple):
+    """What a pass has computed."""
+
+    loss: HostCopy
+    """Summed over this rank's targets, FP32 scalar."""
+    timeline: Timeline
+    routing: HostCopy | None
+    """`Routing.sums` over all ranks, if the model is a mixture."""
 
 
 class Engine:
@@ -101,11 +131,13 @@ class Engine:
         self._scale = 1.0 / tokens
         partial = functions.partial(layout.partial_budget)
         self._calls = {
-            unit + 1: self._call(partial if mode == "partial" else functions.layer)
+            unit + 1: self._call(unit, partial if mode == "partial" else functions.layer)
             for unit, mode in enumerate(self.modes)
         }
         self.positions = functions.positions
         """Those of the batch that compute is at."""
+        self.routing: Routing | None = None
+        """That of the pass that compute is at."""
         self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self._landings: queue.SimpleQueue[tuple[Landed | Written, Arrival] | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[tuple[Landed | Written, Arrival] | None] = queue.SimpleQueue()
@@ -148,23 +180,15 @@ class Engine:
 
     # --- compute --------------------------------------------------------------------------------
 
-    def step(
-        self,
-        number: int,
-        input_ids: torch.Tensor,
-        labels: torch.Tensor,
-        positions: Positions,
-        profiled: bool = False,
-    ) -> tuple[HostScalar, Timeline]:
-        """Enqueues one step on [batch, sequence] int64 device tensors.
-
-        Returns the loss summed over this rank's targets and the timeline. All transfers of the step follow
-        from the transfer thread.
-        `profiled`: torch.profiler records the step.
-        """
-        self.positions = positions
+    def step(self, number: int, batch: Batch, profiled: bool = False) -> Passed:
+        """Enqueues one step. All its transfers follow from the transfer thread. `profiled`: torch.profiler
+        records the step."""
+        input_ids, labels, self.positions = batch.input_ids, batch.labels, batch.positions
         timeline = Timeline(self.device, profiled)
         step = Step(number, self.abort, timeline)
+        if self.functions.experts is not None:
+            step.routing = self._routing(self.functions.experts, batch)
+        self.routing = step.routing
         self._steps.put(step)
         layers = self.units[1:-1]
         activations = [self._activations(step, unit) for unit in layers]
@@ -176,8 +200,14 @@ class Engine:
         for unit, activation in zip(layers, activations, strict=True):
             with _Visit(self, step, unit, self.visits.forward(unit.index), "forward"):
                 hidden = activation.forward(self._calls[unit.index], self.buffers.parameters(unit), hidden)
+        if self.routing is not None:
+            step.signal("routed", 0).fire(self.device.compute)
         loss, gradient, tied_gradient = self._head(step, head, hidden, labels)
         del hidden
+        if self.routing is not None:
+            with timeline.span("compute", head.name, "wait balance"):
+                step.signal("balanced", 0).wait(self.device.compute)
+            self.routing.close()
         for unit, activation in zip(layers[::-1], activations[::-1], strict=True):
             parameters = self.buffers.parameters(unit)
             with _Visit(self, step, unit, self.visits.backward(unit.index), "backward"):
@@ -186,30 +216,41 @@ class Engine:
                 self._submit(step, unit, dict(zip(parameters, rest, strict=True)))
         self._embed_backward(step, embed, input_ids, gradient, tied_gradient)
         timeline.close()
-        return self.device.take(loss), timeline
+        routing = None if self.routing is None else self.device.take(self.routing.sums)
+        return Passed(self.device.take(loss), timeline, routing)
+
+    def _routing(self, experts: Experts, batch: Batch) -> Routing:
+        assert batch.counted is not None
+        # As the loss's gradient: the worker will divide by the targets, where this is a mean already.
+        scale = self._scale * batch.step_targets / self.config.gradient_accumulation
+        return Routing(experts, batch.counted, scale)
 
     @torch.no_grad()
-    def evaluate(
-        self, number: int, input_ids: torch.Tensor, labels: torch.Tensor, positions: Positions
-    ) -> torch.Tensor:
-        """Enqueues a forward pass with the weights that step `number` will start from; its tensors are
-        like that step's. Returns the loss summed over targets (FP32 device scalar)."""
+    def evaluate(self, number: int, batch: Batch) -> torch.Tensor:
+        """Enqueues a forward pass with the weights that step `number` will start from. Returns the loss
+        summed over targets (FP32 device scalar)."""
         step = Step(number, self.abort, Timeline(self.device), learns=False)
         self._steps.put(step)
         embed, *layers, head = self.units
         with _Visit(self, step, embed, self.visits.forward(0), "forward"):
-            hidden = functional.embedding(input_ids, self.buffers.parameters(embed)["weight"])
+            hidden = functional.embedding(batch.input_ids, self.buffers.parameters(embed)["weight"])
         for unit in layers:
             with _Visit(self, step, unit, self.visits.forward(unit.index), "forward"):
-                hidden = self.functions.layer(self.buffers.parameters(unit), hidden, *positions)
+                hidden, _ = self.functions.layer(self.buffers.parameters(unit), hidden, *batch.positions)
         with _Visit(self, step, head, self.visits.head, "head"):
             parameters = self.buffers.parameters(head)
             weight = self.buffers.parameters(embed)["weight"] if self.tied else parameters["lm_head.weight"]
             normed = self.functions.norm(parameters["norm.weight"], hidden)
-            return summed_cross_entropy(normed.flatten(0, 1), weight, labels.flatten())
+            return summed_cross_entropy(normed.flatten(0, 1), weight, batch.labels.flatten())
 
-    def _call(self, layer: LayerFunction) -> LayerCall:
-        return lambda parameters, hidden: layer(parameters, hidden, *self.positions)
+    def _call(self, index: int, layer: LayerFunction) -> LayerCall:
+        def call(parameters: Parameters, hidden: torch.Tensor) -> torch.Tensor:
+            hidden, logits = layer(parameters, hidden, *self.positions)
+            if self.routing is not None and logits is not None:
+                hidden = self.routing.through(index, hidden, logits)
+            return hidden
+
+        return call
 
     def _activations(self, step: Step, unit: Unit) -> Activations:
         mode = self.modes[unit.index - 1]
@@ -296,6 +337,7 @@ class Engine:
             self.tied,
             self.updates.indices,
             self.layout.schedule,
+            routed=self.functions.experts is not None,
         )
         forward = evaluation(len(self.units) - 2, self.tied)
         while (step := self._steps.get()) is not None:
@@ -313,6 +355,8 @@ class Engine:
                     self._reduce(step, unit, kept if unit.index in self.updates.indices else reduction)
                 elif isinstance(transfer, Update):
                     self._update(step, unit)
+                elif isinstance(transfer, Balance):
+                    self._balance(step)
                 elif isinstance(transfer, Stash):
                     self.stash.to_host(step, unit)
                 elif isinstance(transfer, Fetch):
@@ -367,6 +411,14 @@ class Engine:
             self.device.to_host.wait_stream(reduces)
         buffer.read = self.transport.reduced()
         step.signal("reduced", unit.index).fire(self.device.to_host)
+
+    def _balance(self, step: Step) -> None:
+        assert step.routing is not None
+        step.signal("routed", 0).wait(self.device.collective)
+        if self.ranks > 1:
+            with on(self.device.collective):
+                dist.all_reduce(step.routing.sums)
+        step.signal("balanced", 0).fire(self.device.collective)
 
     def _update(self, step: Step, unit: Unit) -> None:
         with step.timeline.span("update", unit.name, "update", self.device.update, self.device.update):

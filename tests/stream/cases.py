@@ -109,7 +109,7 @@ _references: dict[tuple, SimpleNamespace] = {}
 
 def expected(config: Config) -> SimpleNamespace:
     """The reference's result, which no layout may change."""
-    key = (config.model, config.data, config.steps, config.optimizer)
+    key = (config.model, config.data, config.steps, config.optimizer, config.router_aux_loss_coef)
     if key not in _references:
         _references[key] = reference.train(replace(config, layout=Layout(schedule="in_forward")))
     return _references[key]

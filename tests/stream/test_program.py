@@ -4,7 +4,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slidedp.config import ACTIVATIONS, SCHEDULES, Layout
-from slidedp.stream.program import FETCH_AHEAD, Deliver, Fetch, Load, Reduce, Stash, Update, Visits, transfers
+from slidedp.stream.program import (
+    FETCH_AHEAD,
+    Balance,
+    Deliver,
+    Fetch,
+    Load,
+    Reduce,
+    Stash,
+    Update,
+    Visits,
+    transfers,
+)
 from slidedp.stream.stash import OUTGOING
 
 STEPS = 3
@@ -13,14 +24,15 @@ STEPS = 3
 
 @st.composite
 def programs(draw):
-    """(layers, window, modes, tied, gradient_slots, units updated on the GPU, schedule); the window is at
-    most the layers, as in Engine."""
+    """(layers, window, modes, tied, gradient_slots, units updated on the GPU, schedule, whether layers choose
+    experts); the window is at most the layers, as in Engine."""
     layers = draw(st.integers(1, 6))
     window = min(layers, draw(st.integers(1, 7)))
     modes = tuple(draw(st.lists(st.sampled_from(ACTIVATIONS), min_size=layers, max_size=layers)))
     on_gpu = Layout(window=window, gpu_updates=draw(st.integers(0, layers + 2))).updated_on_gpu(layers)
     schedule = draw(st.sampled_from(SCHEDULES))
-    return layers, window, modes, draw(st.booleans()), draw(st.integers(1, 3)), on_gpu, schedule
+    tied, slots, routed = draw(st.booleans()), draw(st.integers(1, 3)), draw(st.booleans())
+    return layers, window, modes, tied, slots, on_gpu, schedule, routed
 
 
 def slot_of(unit: int, layers: int, window: int, tied: bool) -> str:
@@ -75,9 +87,17 @@ class Simulation:
     """
 
     def __init__(
-        self, layers, window, modes, tied, gradient_slots, on_gpu=frozenset(), schedule="in_forward"
+        self,
+        layers,
+        window,
+        modes,
+        tied,
+        gradient_slots,
+        on_gpu=frozenset(),
+        schedule="in_forward",
+        routed=True,
     ):
-        self.layers, self.window, self.modes, self.tied = layers, window, modes, tied
+        self.layers, self.window, self.modes, self.tied, self.routed = layers, window, modes, tied, routed
         self.gradient_slots, self.on_gpu, self.schedule = gradient_slots, on_gpu, schedule
         self.fresh: set[int] = set()
         self.visits = Visits(layers)
@@ -112,8 +132,12 @@ class Simulation:
                     assert self.content[slot] == wanted, f"visit {visit} reads {self.content[slot]}"
                     del self.reading[slot]
                 self.fired.add((step, "visited", visit))
+                if visit == self.layers:
+                    self.fired.add((step, "routed", 0))
                 if backward or visit == self.visits.head:
                     yield from self.submit(step, unit)
+                if visit == self.visits.head and self.routed:
+                    yield (step, "balanced", 0)
             yield from self.submit(step, 0)
 
     def submit(self, step, unit):
@@ -125,7 +149,9 @@ class Simulation:
         self.fired.add((step, "gradient", unit))
 
     def transfer(self):
-        program = transfers(self.layers, self.window, self.modes, self.tied, self.on_gpu, self.schedule)
+        program = transfers(
+            self.layers, self.window, self.modes, self.tied, self.on_gpu, self.schedule, self.routed
+        )
         for step in range(STEPS):
             yield (step, "put", 0)
             for item in program:
@@ -159,6 +185,9 @@ class Simulation:
                 elif isinstance(item, Reduce):
                     yield (step, "gradient", item.unit)
                     self.fired.add((step, "reduced", item.unit))
+                elif isinstance(item, Balance):
+                    yield (step, "routed", 0)
+                    self.fired.add((step, "balanced", 0))
                 elif isinstance(item, Stash):
                     yield (step, "held", item.unit)
                     self.fired.add((step, "stashed", item.unit))
