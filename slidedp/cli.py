@@ -13,7 +13,8 @@ from types import FrameType
 
 from tqdm import tqdm
 
-from slidedp.checkpoint import export_checkpoint, find
+from slidedp.checkpoint.export import export_checkpoint
+from slidedp.checkpoint.folder import find
 from slidedp.config import DTYPES, Config, Layout
 from slidedp.errors import ConfigError
 from slidedp.policy.explain import explain

@@ -10,7 +10,8 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from slidedp.checkpoint import CHECKPOINTS, load
+from slidedp.checkpoint.folder import CHECKPOINTS
+from slidedp.checkpoint.resume import load
 from slidedp.config import DTYPES, Config
 from slidedp.data.prepare import is_prepared, sources
 from slidedp.errors import ConfigError, reason

@@ -20,7 +20,7 @@ import torch.multiprocessing as mp
 from transformers import PretrainedConfig
 
 from slidedp import rank as rank_process
-from slidedp.checkpoint import Saving
+from slidedp.checkpoint.save import Saving
 from slidedp.config import Config
 from slidedp.host import worker as worker_process
 from slidedp.host.memory import Handle, Segment

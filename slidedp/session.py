@@ -15,8 +15,9 @@ from typing import Any
 import pandas as pd
 import torch
 
-from slidedp import checkpoint
-from slidedp.checkpoint import ASSETS, CHECKPOINTS, Progress, Saving, Snapshot
+from slidedp.checkpoint import resume as resuming
+from slidedp.checkpoint.folder import ASSETS, CHECKPOINTS, Progress, find, folder_name, remove_partial
+from slidedp.checkpoint.save import Saving, Snapshot
 from slidedp.config import Config, Layout
 from slidedp.data.prepare import check_samples, prepare, prepare_held_out
 from slidedp.data.samples import Samples
@@ -90,8 +91,8 @@ def launch(
         preflight.check()
     source, start = None, Progress()
     if resume is not None:
-        source = checkpoint.find(resume, config.run_folder)
-        start = checkpoint.check(source, preflight.units, config)
+        source = find(resume, config.run_folder)
+        start = resuming.check(source, preflight.units, config)
     folder = new_run_folder(config, source)
     tokenizer = load_tokenizer(config)
     if source is None and isinstance(config.model, str) and not config.random_weights:
@@ -106,7 +107,7 @@ def launch(
             config.data.eval_fraction,
         )
         if source is not None:
-            checkpoint.check_samples(source, samples.count)
+            resuming.check_samples(source, samples.count)
         held_out = prepare_held_out(config, tokenizer, preflight.model.vocab_size, folder / HELD_OUT)
         if not config.tune:
             return Run(preflight, folder, samples, tokenizer, source, start, held_out, on_step)
@@ -286,7 +287,7 @@ class Run:
         for landing in self._landings:
             landing.close()
         self._landings.clear()
-        checkpoint.remove_partial(self._saving.folder)  # of a worker that was killed
+        remove_partial(self._saving.folder)  # of a worker that was killed
 
     # --- what a user does -------------------------------------------------------------------------
 
@@ -421,7 +422,7 @@ class Run:
             return _path_of(event)
         if self._state is None:
             raise ConfigError(f"save: the run is {self.status} and its state is gone")
-        here = str(self._saving.folder / checkpoint.name(self._progress.step))
+        here = str(self._saving.folder / folder_name(self._progress.step))
         if (event := self._saved(lambda e: e["path"] == here)) is not None:
             return _path_of(event)
         events: list[dict[str, Any]] = []

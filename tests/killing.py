@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from slidedp.checkpoint import Progress, Saving, Snapshot
+from slidedp.checkpoint.folder import Progress
+from slidedp.checkpoint.save import Saving, Snapshot
 from slidedp.host.state import HostState
 from slidedp.model.units import Unit
 

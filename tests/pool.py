@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from slidedp import checkpoint
-from slidedp.checkpoint import Progress, Saving
+from slidedp.checkpoint import resume as resuming
+from slidedp.checkpoint.folder import Progress
+from slidedp.checkpoint.save import Saving
 from slidedp.config import DTYPES, Config, Layout
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.memory import Handle, Segment
@@ -143,8 +144,8 @@ class Pool:
         state = HostState(units, DTYPES[str(config.compute_dtype)])
         start = Progress()
         if resume is not None:
-            start = checkpoint.check(resume, units, config)
-            checkpoint.load(resume, state)
+            start = resuming.check(resume, units, config)
+            resuming.load(resume, state)
         elif isinstance(config.model, str):
             load_pretrained(state, config.model)
         else:

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from slidedp import Checkpoint, CheckpointFailed, Config, ConfigError, Data, Layout, RunFailed, cli, launch
-from slidedp import checkpoint as checkpoints_module
-from slidedp.checkpoint import ASSETS, INDEX, Progress, check, checkpoints, find, load, verify
+from slidedp.checkpoint import save as saving_module
+from slidedp.checkpoint.folder import ASSETS, INDEX, Progress, checkpoints, find
+from slidedp.checkpoint.resume import check, check_samples, load, verify
 from slidedp.host.state import HostState, state_bytes
 from slidedp.host.worker import Stop
 from slidedp.model.units import Parameter, Unit
@@ -200,9 +201,9 @@ def test_settings_that_decide_the_data_must_be_the_same(good):
             check(good, make_units(SIZES), replace(CONFIG, **{name: value}))
     with pytest.raises(ConfigError, match="steps=1: the checkpoint has done 1 already"):
         check(good, make_units(SIZES), replace(CONFIG, steps=1))
-    checkpoints_module.check_samples(good, 9)
+    check_samples(good, 9)
     with pytest.raises(ConfigError, match="8 samples, the checkpoint was written with 9"):
-        checkpoints_module.check_samples(good, 8)
+        check_samples(good, 8)
 
 
 def test_what_holds_no_checkpoint_is_refused(tmp_path, monkeypatch):
@@ -255,14 +256,14 @@ def _high_water():
 def test_an_update_waits_for_the_shard_of_its_unit(tmp_path, monkeypatch, schedule):
     """Two shards are not written before the next step tries to update them."""
     made = Bench(Layout(schedule=schedule, chunk_bytes=4096), saving=saving(tmp_path))
-    open_, write = threading.Event(), checkpoints_module._write_shard
+    open_, write = threading.Event(), saving_module.write_shard
 
     def late(file, state, unit):
         if unit.index in (1, 2):
             assert open_.wait(DEADLINE)
         return write(file, state, unit)
 
-    monkeypatch.setattr(checkpoints_module, "_write_shard", late)
+    monkeypatch.setattr(saving_module, "write_shard", late)
     made.start(0)
     made.land_all(0, made.gradients())
     version_1 = made.snapshot()

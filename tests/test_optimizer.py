@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slidedp import Checkpoint, ConfigError, Layout, Optimizer, ParameterGroup, plan
-from slidedp.checkpoint import check, load
+from slidedp.checkpoint.resume import check, load
 from slidedp.config import Config
 from slidedp.host.groups import check_groups, segments
 from slidedp.host.state import HostState

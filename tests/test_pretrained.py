@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slidedp import Checkpoint, Config, Data, Layout, Optimizer, RunFailed, launch
-from slidedp.checkpoint import export_checkpoint
+from slidedp.checkpoint.export import export_checkpoint
 from slidedp.data.order import Order
 from slidedp.data.samples import Samples
 from slidedp.data.stdlib import write_corpus

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from slidedp.checkpoint import Checkpointer, Progress, Saving
+from slidedp.checkpoint.folder import Progress
+from slidedp.checkpoint.save import Checkpointer, Saving
 from slidedp.config import TIMELINE_EVERY, Config, Layout
 from slidedp.host import kernels
 from slidedp.host.groups import segments

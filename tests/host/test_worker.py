@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from slidedp.checkpoint import Progress, Saving
+from slidedp.checkpoint.folder import Progress
+from slidedp.checkpoint.save import Saving
 from slidedp.config import Config, Data, Layout, Optimizer
 from slidedp.host import worker as worker_module
 from slidedp.host.landing import Landing, LandingPlan

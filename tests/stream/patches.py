@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from slidedp import checkpoint
+from slidedp.checkpoint import save
 from slidedp.host.messages import Written
 from slidedp.host.worker import OptimizerWorker
 from slidedp.model.units import shard
@@ -254,8 +254,8 @@ PATCHES: dict[str, tuple[Any, Any, str, Wrap]] = {
     "no wait for gradient": ("all", Step, "signal", _never_waiting("gradient", "slidedp-transfer")),
     "no wait for outgoing ring": ("all", ActivationStash, "hold", _without_free_ring),
     "no wait for stashed": ("all", Step, "signal", _never_waiting("stashed", "slidedp-transfer")),
-    "slow checkpoint": (None, checkpoint, "_write_shard", _pausing()),
-    "no wait for checkpoint": (None, checkpoint.Snapshot, "wait", _at_once),
+    "slow checkpoint": (None, save, "write_shard", _pausing()),
+    "no wait for checkpoint": (None, save.Snapshot, "wait", _at_once),
     "nan in rank 1": (1, Engine, "_submit", _spoiled),
     "mean of means": (None, OptimizerWorker, "_denominator_scale", _mean_of_means),
 }

@@ -1,0 +1,245 @@
+"""Saves: `Snapshot` writes a checkpoint while training goes on, `Checkpointer` decides when.
+
+Only an update of a unit that is not written yet waits.
+"""
+
+import json
+import os
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slidedp.checkpoint.folder import (
+    ASSETS,
+    FORMAT,
+    INDEX,
+    Progress,
+    folder_name,
+    fsync,
+    json_crc,
+    prune,
+    publish,
+    remove_partial,
+)
+from slidedp.checkpoint.shards import THREADS, shard_name, write_shard
+from slidedp.config import Checkpoint
+from slidedp.host.state import HostState
+from slidedp.model.units import Unit
+
+
+class Saving(NamedTuple):
+    """What a process needs to write checkpoints of a run."""
+
+    folder: Path
+    assets: Path
+    """Folder of the files that go into each checkpoint's `assets`."""
+    description: dict[str, Any]
+    """Plain values for the index: at least `config` and `samples`, the number of samples."""
+    start: Progress
+    """Where the run began: not at 0 if it was resumed."""
+
+
+class Snapshot:
+    """One checkpoint that threads write while the units it has written already train on.
+
+    Make it at a step boundary, when every unit is at version `progress.step`. From then on, call
+    `wait(unit)` before the unit changes. `report` gets one event at the end, from a thread of its own.
+    """
+
+    def __init__(
+        self,
+        state: HostState,
+        order: Sequence[Unit],
+        progress: Progress,
+        saving: Saving,
+        keep_last: int,
+        report: Callable[[dict[str, Any]], None],
+        requests: Sequence[int] = (),
+    ) -> None:
+        """`order`: all units, first the one whose next update comes first."""
+        self.progress, self._state, self._saving, self._keep_last = progress, state, saving, keep_last
+        self._report, self._requests = report, list(requests)
+        self.path = saving.folder / folder_name(progress.step)
+        self._partial = saving.folder / f".{self.path.name}.partial"
+        self._remaining = list(order)
+        self._unwritten = {unit.index for unit in order}
+        self._files: dict[str, dict[str, int]] = {}
+        self._waited = 0.0
+        self.waiting: Unit | None = None
+        """The unit whose update waits for its shard."""
+        self.error: str | None = None
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._write, name="slidedp-checkpoint")
+        self._thread.start()
+
+    def wait(self, unit: Unit) -> None:
+        """Returns once the unit may change: it is written, or the checkpoint has failed."""
+        with self._changed:
+            if unit.index not in self._unwritten:
+                return
+            begun, self.waiting = time.monotonic(), unit
+            if unit in self._remaining:  # nothing is more urgent
+                self._remaining.remove(unit)
+                self._remaining.insert(0, unit)
+            self._changed.wait_for(lambda: unit.index not in self._unwritten)
+            self.waiting = None
+            self._waited += time.monotonic() - begun
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
+
+    def join(self) -> None:
+        """Returns once the checkpoint is durable, or has failed and left nothing."""
+        self._thread.join()
+
+    def _write(self) -> None:
+        begun = time.monotonic()
+        try:
+            self._saving.folder.mkdir(parents=True, exist_ok=True)
+            remove_partial(self._saving.folder)  # of a process that was killed
+            self._partial.mkdir()
+            with ThreadPoolExecutor(THREADS) as pool:
+                list(pool.map(lambda _: self._write_shards(), range(THREADS)))
+            self._copy_assets()
+            self._write_index()
+            publish(self._partial, self.path)
+        except Exception as error:  # a full disk, for one: the run goes on without this checkpoint
+            what = error.strerror if isinstance(error, OSError) else repr(error)
+            self.error = f"{self._saving.folder}: {what}"
+            shutil.rmtree(self._partial, ignore_errors=True)
+        finally:
+            self._release()
+        if self.error is None:
+            prune(self._saving.folder, self._keep_last)
+        self._report(
+            {
+                "kind": "checkpoint",
+                "step": self.progress.step,
+                "path": None if self.error else str(self.path),
+                "error": self.error,
+                "bytes": sum(file["bytes"] for file in self._files.values()),
+                "seconds": time.monotonic() - begun,
+                "waited_seconds": self._waited,
+                "requests": self._requests,
+                "time": time.time(),
+            }
+        )
+
+    def _write_shards(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    if not self._remaining:
+                        return
+                    unit = self._remaining.pop(0)
+                with open(self._partial / shard_name(unit), "wb") as file:
+                    self._files[shard_name(unit)] = write_shard(file, self._state, unit)
+                    # From here on its bytes are the page cache's, and it may change.
+                    with self._changed:
+                        self._unwritten.discard(unit.index)
+                        self._changed.notify_all()
+                    os.fsync(file.fileno())
+        except BaseException:
+            self._release()
+            raise
+
+    def _release(self) -> None:
+        """Nothing more is read from the state."""
+        with self._changed:
+            self._remaining.clear()
+            self._unwritten.clear()
+            self._changed.notify_all()
+
+    def _copy_assets(self) -> None:
+        target = self._partial / ASSETS
+        target.mkdir()
+        for source in sorted(self._saving.assets.iterdir()):
+            self._put(f"{ASSETS}/{source.name}", source.read_bytes())
+        fsync(target)
+
+    def _write_index(self) -> None:
+        content = {
+            "format": FORMAT,
+            **self.progress._asdict(),
+            "time": time.time_ns(),
+            **self._saving.description,
+            "files": self._files,
+        }
+        content = json.loads(json.dumps(content))  # as it will be read: keys are strings
+        self._put(INDEX, json.dumps({"crc32": json_crc(content), **content}, indent=1).encode())
+
+    def _put(self, name: str, content: bytes) -> None:
+        with open(self._partial / name, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        self._files[name] = {"bytes": len(content), "crc32": zlib.crc32(content)}
+
+
+class Checkpointer:
+    """Decides at each step boundary whether to save; writes one checkpoint at a time.
+
+    A save that falls due while the one before is still being written begins at the first boundary
+    after that.
+    """
+
+    def __init__(
+        self,
+        settings: Checkpoint,
+        state: HostState,
+        saving: Saving,
+        report: Callable[[dict[str, Any]], None],
+    ) -> None:
+        self._settings, self._state, self._saving, self._report = settings, state, saving, report
+        self.snapshot: Snapshot | None = None
+        self._requests: list[int] = []
+        self._due = self._disabled = False
+        self._clock = time.monotonic()
+
+    def disable(self) -> None:
+        """Saves nothing any more: the state is spoiled, and may not take the place of a good one."""
+        self._disabled = True
+
+    def request(self, number: int) -> None:
+        """Saves at the next boundary; the event will hold `number`."""
+        self._requests.append(number)
+
+    def boundary(self, progress: Progress, order: Sequence[Unit]) -> None:
+        """Call it when all units are at version `progress.step`, in the `order` of their next updates."""
+        steps, minutes = self._settings.every_steps, self._settings.every_minutes
+        self._due |= steps is not None and progress.step % steps == 0
+        self._due |= minutes is not None and time.monotonic() - self._clock >= 60 * minutes
+        if self._disabled:
+            return
+        if (self._due or self._requests) and not (self.snapshot and self.snapshot.running):
+            self._begin(progress, order)
+
+    def before_update(self, unit: Unit) -> None:
+        """Returns once the unit may change."""
+        if self.snapshot is not None:
+            self.snapshot.wait(unit)
+
+    def finish(self, progress: Progress, stopped: bool) -> None:
+        """No update will follow, since the run is over or was `stopped` early: saves what is due, and
+        returns when all is written."""
+        if self.snapshot is not None:
+            self.snapshot.join()
+        if self._disabled:
+            return
+        saved = self.snapshot is not None and self.snapshot.progress == progress
+        if self._requests or ((self._due or (stopped and self._settings.on_stop)) and not saved):
+            self._begin(progress, self._state.units).join()
+
+    def _begin(self, progress: Progress, order: Sequence[Unit]) -> Snapshot:
+        requests, self._requests = self._requests, []
+        self._due, self._clock = False, time.monotonic()
+        self.snapshot = Snapshot(
+            self._state, order, progress, self._saving, self._settings.keep_last, self._report, requests
+        )
+        return self.snapshot
