@@ -26,9 +26,17 @@ from slidedp.host.memory import Handle, anonymous_bytes
 from slidedp.host.messages import Finished, Started
 from slidedp.host.process import die_with_parent, doing, reporting, return_freed_memory, show_signs_of_life
 from slidedp.host.state import HostState, StateHandle
-from slidedp.model.documents import VARLEN, Positions, has_varlen, within_documents
+from slidedp.model.documents import VARLEN, has_varlen, within_documents
 from slidedp.model.experts import Experts, balance_loss, experts_of, tokens_that_count
-from slidedp.model.families import LayerFunction, layer_function, norm_function, rotary_tables, skeleton
+from slidedp.model.families import (
+    LayerFunction,
+    embedding_scale,
+    layer_function,
+    layer_kinds,
+    norm_function,
+    position_tables,
+    skeleton,
+)
 from slidedp.model.loss import IGNORED, softmax_gradient
 from slidedp.model.units import frozen_units
 from slidedp.stream.device import Abort, Aborted, Device
@@ -206,21 +214,32 @@ def model_functions(
     """The compute of embed, layer and head, compiled if the config says so. `bounded`: for sequences that
     hold several documents."""
     model = skeleton(model_config)
-    attention = VARLEN if bounded and has_varlen(model_config, device.torch, dtype) else "sdpa"
+    positions = position_tables(model_config, model, config.sequence_length, device.torch, dtype)
+    masked = any(own.bounds is not None for own in positions.values())
+    varlen = bounded and not masked and has_varlen(model_config, device.torch, dtype)
     experts = experts_of(model_config, config.router_aux_loss_coef)
-    layer = layer_function(model, attention, balanced=experts is not None and experts.weight > 0)
-    softmax = softmax_gradient
+    balanced = experts is not None and experts.weight > 0
+    layer = layer_function(model, VARLEN if varlen else "sdpa", balanced)
     compiled = torch.compile(layer, dynamic=False) if config.compile else layer
-    cos, sin = rotary_tables(model_config, model, config.sequence_length, device.torch, dtype)
+    cap = getattr(model_config, "final_logit_softcapping", None)
+
+    def softmax(
+        logits: torch.Tensor, targets: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return softmax_gradient(logits, targets, scale, cap)
+
     padding = model.model.embed_tokens.padding_idx
     return ModelFunctions(
         layer=compiled,
         partial=partial(compile_partial, layer) if config.compile else lambda budget: compiled,
         norm=norm_function(model),
         softmax=torch.compile(softmax, dynamic=False) if config.compile else softmax,
-        positions=Positions(cos, sin),
-        within_documents=partial(within_documents, Positions(cos, sin), attention == VARLEN, device.bring),
+        kinds=layer_kinds(model_config),
+        positions=positions,
+        within_documents=partial(within_documents, positions, varlen, device.bring),
         padding_index=-1 if padding is None else padding,
+        embedding_scale=embedding_scale(model, dtype),
+        logit_cap=cap,
         experts=experts,
     )
 

@@ -320,6 +320,12 @@ def small_model(folder: Path, *, tied: bool = True, kind: str = "qwen3") -> str:
         heads |= {"num_experts": 6, "num_experts_per_tok": 2, "initializer_range": 0.2}
     if kind == "qwen3_moe":
         heads |= {"moe_intermediate_size": 12, "norm_topk_prob": True}
+    if kind == "mistral":
+        heads |= {"sliding_window": 5}
+    if kind == "gemma3_text":
+        sliding, full = "sliding_attention", "full_attention"
+        heads |= {"layer_types": [sliding, full, sliding, sliding, full], "sliding_window": 3}
+        heads |= {"query_pre_attn_scalar": 11, "final_logit_softcapping": 5.0, "initializer_range": 0.3}
     config = AutoConfig.for_model(
         kind, vocab_size=97, hidden_size=20, intermediate_size=28, num_hidden_layers=5, num_attention_heads=2,
         num_key_value_heads=1, tie_word_embeddings=tied, max_position_embeddings=64,
@@ -328,6 +334,6 @@ def small_model(folder: Path, *, tied: bool = True, kind: str = "qwen3") -> str:
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():  # norms and biases that are not all alike
         if parameter.dim() == 1:
-            parameter.data.normal_(1.0, 0.1)
+            parameter.data.normal_(0.0 if kind == "gemma3_text" else 1.0, 0.1)  # which adds 1 itself
     model.save_pretrained(folder)
     return os.fspath(folder)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GPT2Config, MistralConfig, T5Config
+from transformers import Gemma3TextConfig, GPT2Config, T5Config
 
 from slidedp import ConfigError, Data, Layout, Optimizer, launch
 from slidedp.data.samples import write_samples
@@ -224,15 +224,15 @@ CASES = {
         lambda t, i: {"sequence_length": 65},
         ["sequence_length=65", "positions end at 64", "use at most"],
     ),
-    "sliding_window": (
+    "attention_to_what_follows": (
         lambda t, i: configured(
             t,
-            MistralConfig(
+            Gemma3TextConfig(
                 hidden_size=16, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=1,
-                intermediate_size=16, vocab_size=VOCABULARY, sliding_window=8,
+                intermediate_size=16, vocab_size=VOCABULARY, head_dim=8, use_bidirectional_attention=True,
             ),
         ),
-        ["sequence_length=16", "sliding window of 8"],
+        ["bidirectional attention is not supported", "full_attention and sliding_attention"],
     ),
     "data_missing": (lambda t, i: text(i, folder="none"), ["data.path=", "no such file or folder"]),
     "data_no_files": (

@@ -1,8 +1,8 @@
-"""Attention within documents: what a layer needs to know where several documents share a sequence.
+"""What a layer's attention needs to know: rotary tables, and bounds of what a token may see.
 
-Position ids, int64 [batch, length], count from 0 in each document. The layer then gets rotary tables by
-position and bounds: a mask that is the same everywhere, or for the flash kernel of CUDA the documents'
-ends, which leave out what the mask would only hide.
+Without bounds it is all before it. Where several documents share a sequence, position ids, int64 [batch,
+length], count from 0 in each. The layer then gets rotary tables by position and bounds: a mask, or for the
+flash kernel of CUDA the documents' ends, which leave out what the mask would only hide.
 """
 
 import inspect
@@ -29,8 +29,12 @@ class Positions(NamedTuple):
     """[1 or batch, length, head_dim], as `sin`."""
     sin: torch.Tensor
     bounds: torch.Tensor | None = None
-    """None where a sequence is one document. Else a bool mask [batch, 1, length, length], or with VARLEN
-    int32 ends [documents + 1] in the batch's row of tokens, the last repeated to a power of two."""
+    """None where a token sees its whole sequence. Else a bool mask [1 or batch, 1, length, length], or with
+    VARLEN int32 ends [documents + 1] in the batch's row of tokens, the last repeated to a power of two."""
+
+
+PositionsByKind = dict[str, Positions]
+"""Those of each kind of layer, by the names that transformers has for kinds of attention."""
 
 
 def has_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> bool:
@@ -41,16 +45,25 @@ def has_varlen(model: Any, device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def within_documents(
-    tables: Positions,
+    tables: PositionsByKind,
     varlen: bool,
     bring: Callable[[torch.Tensor], torch.Tensor],
     position_ids: torch.Tensor,
-) -> Positions:
+) -> PositionsByKind:
     """Positions of a batch from the tables of one whole sequence and its position ids, on the CPU. `bring`
     copies a tensor to the device of the tables."""
     rows = bring(position_ids)
     bounds = bring(document_ends(position_ids)) if varlen else same_document(rows)
-    return Positions(tables.cos[0][rows], tables.sin[0][rows], bounds)
+    return {
+        kind: Positions(cos[0][rows], sin[0][rows], bounds if window is None else bounds & window)
+        for kind, (cos, sin, window) in tables.items()
+    }
+
+
+def within_window(window: int, length: int, device: torch.device) -> torch.Tensor:
+    """Bool [1, 1, length, length]: whether a token sees another, itself and the `window` - 1 before it."""
+    everything = torch.ones(length, length, dtype=torch.bool, device=device)
+    return everything.tril().triu(1 - window)[None, None]
 
 
 def same_document(position_ids: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,10 @@ from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from slidedp.errors import ConfigError, reason
+from slidedp.model.documents import Positions, PositionsByKind, within_window
 
 ARCHITECTURES = (
+    "Gemma3ForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
     "OlmoeForCausalLM",
@@ -23,7 +25,10 @@ ARCHITECTURES = (
     "Qwen3MoeForCausalLM",
 )
 """Models of the shape embed_tokens, layers, norm, lm_head with rotary positions and causal SDPA. Experts
-of a mixture are computed by transformers' grouped matrix products."""
+of a mixture are computed by transformers' grouped matrix products. docs/families.md: how to add one."""
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+"""Kinds of layers: transformers' names in `layer_types`."""
 
 LayerFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """(parameters, hidden, cos, sin, bounds) -> hidden and the router's logits; see
@@ -70,25 +75,27 @@ def skeleton(config: PretrainedConfig, sequence_length: int | None = None) -> An
             f"model: attention_dropout={config.attention_dropout} is not supported, since a recomputed layer "
             "would draw another mask; set it to 0 in config.json"
         )
-    if sequence_length is not None:
-        _check_length(config, sequence_length)
-    return model
-
-
-def _check_length(config: Any, sequence_length: int) -> None:
-    if sequence_length > config.max_position_embeddings:
+    other = sorted(set(layer_kinds(config)) - {FULL, SLIDING})
+    if other or getattr(config, "use_bidirectional_attention", False):
+        raise ConfigError(
+            f"model: {other[0] if other else 'bidirectional attention'} is not supported: give a model of "
+            f"{FULL} and {SLIDING} layers"
+        )
+    if sequence_length is not None and sequence_length > config.max_position_embeddings:
         raise ConfigError(
             f"sequence_length={sequence_length}: the model's positions end at "
             f"{config.max_position_embeddings}; use at most that, or raise max_position_embeddings"
         )
-    kinds = getattr(config, "layer_types", None)
-    slides = kinds is None or "sliding_attention" in kinds
+    return model
+
+
+def layer_kinds(config: Any) -> tuple[str, ...]:
+    """The kind of each layer."""
+    given = getattr(config, "layer_types", None)
+    if given is not None:
+        return tuple(given)
     window = getattr(config, "sliding_window", None)
-    if slides and window is not None and sequence_length > window:
-        raise ConfigError(
-            f"sequence_length={sequence_length}: the model attends to a sliding window of {window}, "
-            f"which is not supported beyond one window; use at most {window}"
-        )
+    return (FULL if window is None else SLIDING,) * config.num_hidden_layers
 
 
 def layer_function(model: Any, attention: str = "sdpa", balanced: bool = False) -> LayerFunction:
@@ -130,18 +137,31 @@ def norm_function(model: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Te
     return lambda weight, hidden: functional_call(template, {"weight": weight}, (hidden,))
 
 
-def rotary_tables(
-    config: PretrainedConfig,
+def embedding_scale(model: Any, dtype: torch.dtype) -> float:
+    """What rows of the embedding are multiplied by in `dtype`: 1 but for Gemma."""
+    return float(torch.tensor(getattr(model.model.embed_tokens, "scalar_embed_scale", 1.0), dtype=dtype))
+
+
+def position_tables(
+    config: Any,
     model: Any,
     length: int,
     device: torch.device,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin of positions 0..length-1, each [1, length, head_dim]."""
+) -> PositionsByKind:
+    """Rotary tables of positions 0..length-1 for each kind of layer that the model has; a mask as well where
+    a window slides over a longer sequence."""
     with torch.device(device):
         rotary = type(model.model.rotary_emb)(config)
-    positions = torch.arange(length, device=device)[None]
-    return rotary(torch.empty(0, dtype=dtype, device=device), positions)
+    places, like = torch.arange(length, device=device)[None], torch.empty(0, dtype=dtype, device=device)
+    tables: PositionsByKind = {}
+    for kind in sorted(set(layer_kinds(config))):
+        own = (kind,) if hasattr(rotary, "layer_types") else ()  # Gemma 3 turns each kind at its own speed
+        slides = kind == SLIDING and length > config.sliding_window
+        bounds = within_window(config.sliding_window, length, device) if slides else None
+        cos, sin = rotary(like, places, *own)
+        tables[kind] = Positions(cos, sin, bounds)
+    return tables
 
 
 def active_parameters(config: Any, sizes: dict[str, int]) -> int:

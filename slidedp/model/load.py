@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 from slidedp.errors import ConfigError
 from slidedp.host import kernels
 from slidedp.host.state import HostState
+from slidedp.model.families import skeleton
 from slidedp.model.units import Parameter, Unit
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -67,10 +68,11 @@ def _checked(units: tuple[Unit, ...], folder_or_hub_id: str) -> dict[str, _Store
 
 def fill_random(state: HostState, config: PretrainedConfig, seed: int) -> None:
     """Initial weights as transformers draws them: N(0, initializer_range²) matrices and embeddings,
-    norms at 1, biases at 0.
+    norms at 1 (at 0 where they count from 1), biases at 0.
 
     A parameter's values depend on its name and `seed` alone, not on how many layers there are.
     """
+    norm = float(type(skeleton(config).model.norm)(1).weight.detach())
     for unit in state.units:
         master = state.unit(unit).master
         for parameter in unit.parameters:
@@ -80,7 +82,7 @@ def fill_random(state: HostState, config: PretrainedConfig, seed: int) -> None:
                 stream = int.from_bytes(digest, "little")
                 kernels.fill_normal(values, config.initializer_range, seed, stream)
             else:
-                values[:] = 1.0 if "norm" in parameter.name else 0.0
+                values[:] = norm if "norm" in parameter.name else 0.0
     state.refresh_working()
 
 

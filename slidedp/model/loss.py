@@ -14,19 +14,27 @@ SoftmaxGradient = Callable[[torch.Tensor, torch.Tensor, float], tuple[torch.Tens
 
 
 def softmax_gradient(
-    logits: torch.Tensor, targets: torch.Tensor, scale: float
+    logits: torch.Tensor, targets: torch.Tensor, scale: float, cap: float | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Summed cross-entropy (FP32 scalar) of logits [tokens, vocabulary], and `scale` times its
-    gradient in the dtype of the logits: softmax minus one-hot, zero where the target is IGNORED."""
-    values = logits.float()
+    gradient in the dtype of the logits: softmax minus one-hot, zero where the target is IGNORED.
+    With a `cap`, that of the logits bent into (-cap, cap)."""
+    values = capped(logits.float(), cap)
     normalizer = values.logsumexp(1)
     valid = targets != IGNORED
     classes = targets.clamp(min=0)[:, None]
     losses = normalizer - values.gather(1, classes)[:, 0]
     one_hot = torch.arange(logits.shape[1], device=logits.device)[None] == classes
     gradient = (torch.exp(values - normalizer[:, None]) - one_hot.float()) * scale
+    if cap is not None:
+        gradient = gradient * (1 - (values / cap) ** 2)
     loss = torch.where(valid, losses, 0.0).sum()
     return loss, torch.where(valid[:, None], gradient, 0.0).to(logits.dtype)
+
+
+def capped(logits: torch.Tensor, cap: float | None) -> torch.Tensor:
+    """Logits bent into (-cap, cap), as Gemma does it; as they are without a cap."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 def linear_cross_entropy(
@@ -59,12 +67,14 @@ def linear_cross_entropy(
     return loss, gradient
 
 
-def summed_cross_entropy(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+def summed_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, cap: float | None = None
+) -> torch.Tensor:
     """The loss of `linear_cross_entropy` alone."""
     piece = _piece(hidden, weight)
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     for part, labels in zip(hidden.split(piece), targets.split(piece), strict=True):
-        logits = (part @ weight.t()).float()
+        logits = capped((part @ weight.t()).float(), cap)
         loss += torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     return loss
 

@@ -38,7 +38,7 @@ def compute_seconds(planned: Plan, device: Device) -> dict[str, float]:
     ids = torch.randint(0, planned.model.vocab_size, (batch, length), device=device.torch)
 
     def call(function: Any) -> LayerCall:
-        return lambda p, h: function(p, h, *functions.positions)[0]
+        return lambda p, h: function(p, h, *functions.positions[functions.kinds[0]])[0]
 
     def both(mode: Callable[[], Activations], function: Any) -> tuple[float, float]:
         """Seconds of a forward and of a backward."""

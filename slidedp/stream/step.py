@@ -20,7 +20,7 @@ from slidedp.host.landing import Landing
 from slidedp.host.messages import Landed, Written
 from slidedp.host.process import doing
 from slidedp.host.state import HostState
-from slidedp.model.documents import Positions
+from slidedp.model.documents import PositionsByKind
 from slidedp.model.experts import Experts, Routing
 from slidedp.model.families import LayerFunction
 from slidedp.model.loss import SoftmaxGradient, linear_cross_entropy, summed_cross_entropy
@@ -58,12 +58,18 @@ class ModelFunctions(NamedTuple):
     """The layer, compiled so that it keeps this fraction of its intermediates."""
     norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     softmax: SoftmaxGradient
-    positions: Positions
+    kinds: tuple[str, ...]
+    """The kind of each layer, by which `positions` differ."""
+    positions: PositionsByKind
     """Those of sequences that are one document each."""
-    within_documents: Callable[[torch.Tensor], Positions]
+    within_documents: Callable[[torch.Tensor], PositionsByKind]
     """Those of sequences with these position ids, int64 [batch, length] on the CPU."""
     padding_index: int
     """Row of the embedding that gets no gradient; -1 for none."""
+    embedding_scale: float
+    """What the embedding's rows are multiplied by."""
+    logit_cap: float | None
+    """What logits are bent below, as `softmax` does it; None for no limit."""
     experts: Experts | None
     """Those of each layer; None if the model is dense."""
 
@@ -74,7 +80,7 @@ class Batch(NamedTuple):
     input_ids: torch.Tensor
     """int64 [batch, length] on the device, as `labels`."""
     labels: torch.Tensor
-    positions: Positions
+    positions: PositionsByKind
     targets: int
     """Labels that are not IGNORED."""
     counted: torch.Tensor | None = None
@@ -196,7 +202,7 @@ class Engine:
         embed, head = self.units[0], self.units[-1]
         with _Visit(self, step, embed, self.visits.forward(0), "forward"):
             matrix = self.buffers.parameters(embed)["weight"]
-            hidden = functional.embedding(input_ids, matrix.detach())
+            hidden = self._embedded(input_ids, matrix.detach())
         for unit, activation in zip(layers, activations, strict=True):
             with _Visit(self, step, unit, self.visits.forward(unit.index), "forward"):
                 hidden = activation.forward(self._calls[unit.index], self.buffers.parameters(unit), hidden)
@@ -233,19 +239,27 @@ class Engine:
         self._steps.put(step)
         embed, *layers, head = self.units
         with _Visit(self, step, embed, self.visits.forward(0), "forward"):
-            hidden = functional.embedding(batch.input_ids, self.buffers.parameters(embed)["weight"])
-        for unit in layers:
+            hidden = self._embedded(batch.input_ids, self.buffers.parameters(embed)["weight"])
+        for unit, kind in zip(layers, self.functions.kinds, strict=True):
             with _Visit(self, step, unit, self.visits.forward(unit.index), "forward"):
-                hidden, _ = self.functions.layer(self.buffers.parameters(unit), hidden, *batch.positions)
+                parameters = self.buffers.parameters(unit)
+                hidden, _ = self.functions.layer(parameters, hidden, *batch.positions[kind])
         with _Visit(self, step, head, self.visits.head, "head"):
             parameters = self.buffers.parameters(head)
             weight = self.buffers.parameters(embed)["weight"] if self.tied else parameters["lm_head.weight"]
             normed = self.functions.norm(parameters["norm.weight"], hidden)
-            return summed_cross_entropy(normed.flatten(0, 1), weight, batch.labels.flatten())
+            cap = self.functions.logit_cap
+            return summed_cross_entropy(normed.flatten(0, 1), weight, batch.labels.flatten(), cap)
+
+    def _embedded(self, input_ids: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        hidden, scale = functional.embedding(input_ids, matrix), self.functions.embedding_scale
+        return hidden if scale == 1 else hidden * scale
 
     def _call(self, index: int, layer: LayerFunction) -> LayerCall:
+        kind = self.functions.kinds[index]
+
         def call(parameters: Parameters, hidden: torch.Tensor) -> torch.Tensor:
-            hidden, logits = layer(parameters, hidden, *self.positions)
+            hidden, logits = layer(parameters, hidden, *self.positions[kind])
             if self.routing is not None and logits is not None:
                 hidden = self.routing.through(index, hidden, logits)
             return hidden
@@ -303,6 +317,8 @@ class Engine:
         if embed.frozen:
             return
         rows = embed.parameters[0].shape[0]
+        if self.functions.embedding_scale != 1:
+            gradient = gradient * self.functions.embedding_scale
         # The sorting kernel behind this is deterministic, unlike an atomic index_add.
         total = torch.ops.aten.embedding_dense_backward(
             gradient, input_ids, rows, self.functions.padding_index, False

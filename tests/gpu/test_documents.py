@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from slidedp.model.documents import VARLEN, Positions, has_varlen, within_documents
-from slidedp.model.families import layer_function, load_config, rotary_tables, skeleton
+from slidedp.model.documents import VARLEN, has_varlen, within_documents
+from slidedp.model.families import FULL, layer_function, load_config, position_tables, skeleton
 from tests.pool import small_model
 
 BATCH, LENGTH = 3, 32
@@ -37,9 +37,9 @@ def test_outputs_and_gradients_agree(tmp_path, kind, compiled):
         layer = layer_function(model, VARLEN if varlen else "sdpa")
         if compiled:
             layer = torch.compile(layer, dynamic=False)
-        tables = Positions(*rotary_tables(config, model, LENGTH, device, dtype))
+        tables = position_tables(config, model, LENGTH, device, dtype)
         entry = hidden.detach().requires_grad_()
-        out, _ = layer(parameters, entry, *within_documents(tables, varlen, bring, position_ids))
+        out, _ = layer(parameters, entry, *within_documents(tables, varlen, bring, position_ids)[FULL])
         results.append([out, *torch.autograd.grad(out.float().square().sum(), [entry, *parameters.values()])])
     for mask, flash in zip(*results, strict=True):
         error = (mask.float() - flash.float()).abs().max() / mask.float().abs().max()
