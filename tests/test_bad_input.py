@@ -234,6 +234,10 @@ CASES = {
         ),
         ["bidirectional attention is not supported", "full_attention and sliding_attention"],
     ),
+    "balance_without_experts": (
+        lambda t, i: {"router_aux_loss_coef": 0.01},
+        ["router_aux_loss_coef=0.01", "Qwen3Config has no experts", "leave it out"],
+    ),
     "data_missing": (lambda t, i: text(i, folder="none"), ["data.path=", "no such file or folder"]),
     "data_no_files": (
         lambda t, i: {"data": Data(path=no_text(t), tokenizer=str(i / "tokenizer"))},

@@ -21,7 +21,7 @@ from slidedp.data.encode import Encoded, encode
 from slidedp.data.order import split
 from slidedp.data.samples import INPUT_IDS, LABELS, POSITION_IDS, SCAN, Samples
 from slidedp.data.sources import open_source
-from slidedp.errors import ConfigError
+from slidedp.errors import ConfigError, reason
 from slidedp.model.loss import IGNORED
 
 
@@ -41,7 +41,16 @@ def prepare(
                 f"sequence_length={samples.length} (it is {sequence_length}), or prepare them again"
             )
         return samples
-    folder = Path(folder)
+    try:
+        return _prepare(data, tokenizer, sequence_length, Path(folder))
+    except OSError as error:  # of writing: what cannot be read is refused as it is read
+        raise ConfigError(
+            f"{folder}: {reason(error)}: the samples of data.path={data.path!r} are written there, 8 to 12 "
+            "bytes a token: make room, or set run_folder to another disk"
+        ) from error
+
+
+def _prepare(data: Data, tokenizer: PreTrainedTokenizerBase, sequence_length: int, folder: Path) -> Samples:
     folder.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryFile(dir=folder) as ids_file,

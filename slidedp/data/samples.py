@@ -5,6 +5,7 @@ slidedp.model.loss.IGNORED (-100) leaves a position out of the loss. `position_i
 not be, count from 0 in each document of a sample: documents then do not see each other.
 """
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -75,10 +76,16 @@ class Samples:
 
 def new_samples(folder: Path, count: int, length: int, positions: bool = False) -> list[np.ndarray]:
     """Empty arrays on disk to be filled, int32 [count, length]: input_ids, labels, and position_ids if
-    asked for."""
+    asked for. OSError if the disk has no room for them."""
     folder.mkdir(parents=True, exist_ok=True)
     names = (INPUT_IDS, LABELS, POSITION_IDS) if positions else (INPUT_IDS, LABELS)
-    return [np.lib.format.open_memmap(folder / n, "w+", np.int32, (count, length)) for n in names]
+    arrays: list[np.ndarray] = [
+        np.lib.format.open_memmap(folder / n, "w+", np.int32, (count, length)) for n in names
+    ]
+    for name in names:  # a write to mapped memory that the disk has no room for ends the process
+        with open(folder / name, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
+    return arrays
 
 
 def write_samples(folder: str | Path, input_ids: np.ndarray, labels: np.ndarray) -> Samples:

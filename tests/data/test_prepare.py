@@ -1,5 +1,7 @@
 """Packing of text, against a plain loop, and what is refused."""
 
+import resource
+
 import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
@@ -8,7 +10,7 @@ from slidedp.config import Data
 from slidedp.data import encode, sources
 from slidedp.data import prepare as preparation
 from slidedp.data.prepare import check_samples, prepare
-from slidedp.data.samples import INPUT_IDS, LABELS, write_samples
+from slidedp.data.samples import INPUT_IDS, LABELS, new_samples, write_samples
 from slidedp.data.stdlib import stdlib_files, train_tokenizer, write_corpus
 from slidedp.errors import ConfigError
 
@@ -111,6 +113,22 @@ def test_text_that_cannot_be_used_is_refused(folder, tmp_path, tokenizer):
     refused(folder / "c.txt", "0 tokens in 0 document(s)")
     (folder / "deep" / "latin.txt").write_bytes("naïve".encode("latin-1"))
     refused(folder, "latin.txt: not UTF-8")
+
+
+def test_a_full_disk_is_said(folder, tmp_path, tokenizer):
+    """Room for samples is taken before they are written: a mapped page without room would end the process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"out: .*File too large: .*another disk") as said:
+            prepare(Data(path=folder), tokenizer, 16, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "\n" not in str(said.value)
+    new_samples(tmp_path / "new", 1000, 64)
+    for name in (INPUT_IDS, LABELS):
+        file = (tmp_path / "new" / name).stat()
+        assert file.st_blocks * 512 >= file.st_size
 
 
 def test_samples_that_do_not_suit_the_run_are_refused(tmp_path, monkeypatch):
