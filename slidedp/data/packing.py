@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from slidedp.data.progress import progress
 from slidedp.data.samples import Samples, new_samples
 from slidedp.model.loss import IGNORED
 
@@ -21,11 +22,13 @@ def wrapped(ids: np.ndarray, targets: np.ndarray, length: int, folder: Path) -> 
     count = (len(ids) - 1) // length
     input_ids, labels = new_samples(folder, count, length)
     rows = max(1, BLOCK // length)
-    for row in range(0, count, rows):
-        start, stop = row * length, min(row + rows, count) * length
-        following = np.where(targets[start + 1 : stop + 1], ids[start + 1 : stop + 1], IGNORED)
-        input_ids[row : row + rows] = ids[start:stop].reshape(-1, length)
-        labels[row : row + rows] = following.reshape(-1, length)
+    with progress("packing", count, " sequences") as bar:
+        for row in range(0, count, rows):
+            start, stop = row * length, min(row + rows, count) * length
+            following = np.where(targets[start + 1 : stop + 1], ids[start + 1 : stop + 1], IGNORED)
+            input_ids[row : row + rows] = ids[start:stop].reshape(-1, length)
+            labels[row : row + rows] = following.reshape(-1, length)
+            bar.update(stop // length - row)
     return Samples(folder)
 
 
@@ -52,24 +55,28 @@ def separate(
     count = int(bins[-1]) + 1
     input_ids, labels, *positions = new_samples(folder, count, length, positions=shared)
     rows = max(1, BLOCK // length)
-    for row in range(0, count, rows):
-        number = min(rows, count - row)
-        block = np.full((3, number, length), [[[padding]], [[IGNORED]], [[0]]], np.int32)
-        free = np.zeros(number, np.int64)
-        first, last = np.searchsorted(bins, (row, row + number))
-        for start, size, bin in zip(starts[first:last], lengths[first:last], bins[first:last], strict=True):
-            at = free[bin - row]
-            part = block[:, bin - row, at : at + size]
-            part[0] = ids[start : start + size]
-            behind = slice(start + 1, start + size + 1)
-            part[1] = np.where(targets[behind], ids[behind], IGNORED)
-            part[2] = np.arange(size)
-            free[bin - row] += size
-        for i in np.flatnonzero(free < length):  # padding is one more document: nothing of it is seen
-            block[2, i, free[i] :] = np.arange(length - free[i])
-        input_ids[row : row + number], labels[row : row + number] = block[0], block[1]
-        if positions:
-            positions[0][row : row + number] = block[2]
+    with progress("packing", count, " sequences") as bar:
+        for row in range(0, count, rows):
+            number = min(rows, count - row)
+            block = np.full((3, number, length), [[[padding]], [[IGNORED]], [[0]]], np.int32)
+            free = np.zeros(number, np.int64)
+            first, last = np.searchsorted(bins, (row, row + number))
+            for start, size, bin in zip(
+                starts[first:last], lengths[first:last], bins[first:last], strict=True
+            ):
+                at = free[bin - row]
+                part = block[:, bin - row, at : at + size]
+                part[0] = ids[start : start + size]
+                behind = slice(start + 1, start + size + 1)
+                part[1] = np.where(targets[behind], ids[behind], IGNORED)
+                part[2] = np.arange(size)
+                free[bin - row] += size
+            for i in np.flatnonzero(free < length):  # padding is one more document: nothing of it is seen
+                block[2, i, free[i] :] = np.arange(length - free[i])
+            input_ids[row : row + number], labels[row : row + number] = block[0], block[1]
+            if positions:
+                positions[0][row : row + number] = block[2]
+            bar.update(number)
     return Samples(folder)
 
 

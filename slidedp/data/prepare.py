@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import IO
 
 import numpy as np
-from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from slidedp.config import Config, Data
 from slidedp.data import packing
 from slidedp.data.encode import Encoded, encode
 from slidedp.data.order import split
+from slidedp.data.progress import progress
 from slidedp.data.samples import INPUT_IDS, LABELS, POSITION_IDS, SCAN, Samples
 from slidedp.data.sources import open_source
 from slidedp.errors import ConfigError, reason
@@ -114,15 +114,7 @@ def _write_tokens(
     """Appends all documents to the files; returns the end of each, and whether all are text."""
     ends, total, all_text, before, repeated = array("q"), 0, True, "", 0
     source = open_source(data)
-    bar = {
-        "unit": source.unit,
-        "unit_scale": True,
-        "delay": 2,
-        "mininterval": 1,
-        "leave": False,
-        "desc": "tokenising",
-    }
-    with tqdm(total=source.total, **bar) as progress:
+    with progress("tokenising", source.total, source.unit) as bar:
         for batch, share in encode(source.documents, tokenizer):
             for document in batch:
                 all_text &= not document.whole
@@ -136,7 +128,7 @@ def _write_tokens(
                 total += len(fitting.ids)
                 if document.last:
                     ends.append(total)
-            progress.update(share)
+            bar.update(share)
     if repeated:
         warnings.warn(
             f"data.path={data.path!r}: the chat template writes an answer differently once others follow, so "
@@ -181,14 +173,16 @@ def check_samples(
             "batch_size or sequence_length"
         )
     rows, has_target = max(1, SCAN // samples.length), False
-    for start in range(0, samples.count, rows):
-        input_ids, labels = (a[start : start + rows] for a in (samples.input_ids, samples.labels))
-        targets = labels[labels != IGNORED]
-        has_target |= targets.size > 0
-        _check_ids(f"{source}: {INPUT_IDS}", input_ids, vocab_size)
-        _check_ids(f"{source}: {LABELS}", targets, vocab_size)
-        if samples.position_ids is not None:
-            _check_positions(f"{source}: {POSITION_IDS}", samples.position_ids[start : start + rows])
+    with progress("checking", samples.count, " sequences") as bar:
+        for start in range(0, samples.count, rows):
+            input_ids, labels = (a[start : start + rows] for a in (samples.input_ids, samples.labels))
+            targets = labels[labels != IGNORED]
+            has_target |= targets.size > 0
+            _check_ids(f"{source}: {INPUT_IDS}", input_ids, vocab_size)
+            _check_ids(f"{source}: {LABELS}", targets, vocab_size)
+            if samples.position_ids is not None:
+                _check_positions(f"{source}: {POSITION_IDS}", samples.position_ids[start : start + rows])
+            bar.update(len(input_ids))
     if not has_target:
         raise ConfigError(
             f"{source}: {LABELS}: every label is {IGNORED}, so there is nothing to learn: "
