@@ -37,6 +37,8 @@ TURN = 3
 """Layers whose update the next forward would wait for: see `Layout.updated_on_gpu`."""
 TIMELINE_EVERY = 10
 """Steps between two full timelines in the telemetry; the second step of each is recorded."""
+EXPERTS_EVERY = 100
+"""The same for the tokens of every expert: thousands of numbers in a large mixture."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

@@ -18,7 +18,7 @@ import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from slidedp.config import TIMELINE_EVERY, Config, Layout
+from slidedp.config import EXPERTS_EVERY, TIMELINE_EVERY, Config, Layout
 from slidedp.data.order import Order, split
 from slidedp.data.samples import Samples
 from slidedp.host.landing import Landing, LandingPlan
@@ -332,7 +332,7 @@ class MetricsQueue:
         if last and "expert_tokens" in event:
             tokens = event.pop("expert_tokens")
             event["expert_load"] = float((tokens.amax(1) / tokens.float().mean(1).clamp(min=1)).max())
-            if _sampled(step, timeline):
+            if step % EXPERTS_EVERY == 1:
                 event["expert_tokens"] = tokens.tolist()
         if last:
             self._launcher.send(event)

@@ -193,8 +193,8 @@ class RunLog:
         return table[columns]
 
     def experts(self) -> pd.DataFrame:
-        """One row per expert, layer and sampled step of a mixture: step, layer, expert, and the tokens of all
-        ranks that went there (padding left out)."""
+        """One row per expert and layer of a mixture, once in EXPERTS_EVERY steps: step, layer, expert and
+        the tokens of all ranks that went there (padding left out)."""
         rows = [
             (event["step"], layer, expert, tokens)
             for event in self.events("step")
