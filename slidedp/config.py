@@ -24,7 +24,7 @@ from slidedp.errors import ConfigError
 
 DELIVERIES = ("replicated", "sharded", "broadcast")
 REDUCTIONS = ("cpu", "gpu", "gpu_root")
-ACTIVATIONS = ("keep", "partial", "recompute", "offload")
+ACTIVATIONS = ("keep", "partial", "recompute", "offload", "spill")
 TRANSPORTS = ("collective", "copy")
 SCHEDULES = ("in_forward", "in_backward")
 LANDINGS = ("full", "ring")
@@ -73,9 +73,18 @@ class Layout:
     activations: str | tuple[str, ...] = "recompute"
     """What a layer leaves for its backward: `keep` (all intermediates stay on the GPU), `partial` (the
     compiler keeps `partial_budget` of them and recomputes the cheap rest), `recompute` (only the input
-    stays) or `offload` (the input goes to host memory). One mode for all decoder layers, or one each."""
+    stays), `offload` (the input goes to host memory) or `spill` (all intermediates go to host memory, and
+    nothing is recomputed). One mode for all decoder layers, or one each."""
     partial_budget: float = 0.5
     """Fraction of the intermediates' bytes that `partial` keeps. Without compilation it keeps all."""
+    mlp_tile_tokens: int = 0
+    """Tokens that a layer's MLP (and the norm before it) takes at a time, for long sequences: its memory
+    grows with the tile, and every mode computes the MLP again in backward. 0 takes all at once. A tile that
+    divides a rank's tokens is compiled once; 4096 and more fill a GPU."""
+    vocabulary_pieces: int = 1
+    """Pieces that the embedding and the head are on the GPU in, one or two at a time: their weights and
+    gradients there then take about two such pieces and not a whole vocabulary each. The head comes twice
+    (tied embeddings four times in all) and its logits are computed twice or three times."""
     schedule: str = "in_forward"
     """`in_forward`: units update in the next step's forward order, once the global norm is known.
     `in_backward`: units update from the moment their gradient has landed; clipping is impossible."""
@@ -101,6 +110,8 @@ class Layout:
         _at_least("layout.chunk_bytes", self.chunk_bytes, 4096)
         _at_least("layout.window", self.window, 1)
         _at_least("layout.gradient_slots", self.gradient_slots, 1)
+        _at_least("layout.mlp_tile_tokens", self.mlp_tile_tokens, 0)
+        _at_least("layout.vocabulary_pieces", self.vocabulary_pieces, 1)
         _at_least("layout.gpu_updates", self.gpu_updates, 0)
         _at_least("layout.update_slots", self.update_slots, 1)
         if self.gpu_updates and self.reduction != "gpu":
@@ -310,6 +321,10 @@ class Config:
     data: Data
     sequence_length: int = 1024
     """Tokens of a sequence."""
+    max_position_embeddings: int | None = None
+    """Positions that the model may have, in place of its own number, which longer sequences than it was
+    trained with are refused by. Rotary positions go on beyond it as the model's `rope_parameters` say. An
+    exported model has this number."""
     batch_size: int = 8
     """Sequences of one step over all ranks; must be a multiple of `ranks` times `gradient_accumulation`."""
     gradient_accumulation: int = 1
@@ -359,6 +374,8 @@ class Config:
         _check_types(self, "")
         for name in ("sequence_length", "batch_size", "gradient_accumulation", "steps", "eval_every"):
             _at_least(name, getattr(self, name), 1)
+        if self.max_position_embeddings is not None:
+            _at_least("max_position_embeddings", self.max_position_embeddings, 1)
         _at_least("seed", self.seed, 0)
         if self.seed >= 2**63:
             raise ConfigError(f"seed={self.seed!r}: expected an integer below 2**63")

@@ -16,17 +16,19 @@ from slidedp.host.landing import LandingPlan
 from slidedp.host.memory import available_bytes
 from slidedp.host.state import aligned_numel, unit_starts
 from slidedp.model.families import load_config, skeleton
-from slidedp.model.units import Unit, units_of
+from slidedp.model.footprint import kept_per_token
+from slidedp.model.units import Unit, pieces_of, units_of
 from slidedp.stream.buffers import buffer_numels, is_tied
 from slidedp.stream.program import FETCH_AHEAD
 from slidedp.stream.stash import OUTGOING, stash_numel
 from slidedp.stream.transport import staging_shape
 from slidedp.stream.update import update_numels
+from slidedp.stream.vocabulary import LOGITS
 from slidedp.tables import html_table
 
 GIB = 2**30
-FRUGAL = Layout(window=1, gradient_slots=1, activations="offload")
-"""The layout that takes the least GPU memory."""
+FRUGAL = Layout(window=1, gradient_slots=1, activations="offload", mlp_tile_tokens=2048, vocabulary_pieces=16)
+"""About the least GPU memory that a layout takes."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,8 @@ class Plan:
         if limit is not None and device > limit:
             least = sum(under(self, FRUGAL).device.values())
             remedy = (
-                "use layout.activations='offload', or a smaller layout.window or batch_size"
+                "use layout.activations='offload', a smaller layout.window or batch_size, "
+                "layout.vocabulary_pieces=16, or layout.mlp_tile_tokens=2048"
                 if least <= limit
                 else "use a smaller batch_size or sequence_length"
             )
@@ -137,7 +140,7 @@ def _size(nbytes: int) -> str:
 def plan(config: Config) -> Plan:
     """The preflight of `config`. Reads configs only; raises ConfigError for what cannot run."""
     config = config.resolved()
-    model_config = load_config(config.model)
+    model_config = load_config(config.model, config.max_position_embeddings)
     model = skeleton(model_config, config.sequence_length)
     units = units_of(model, config.optimizer.freeze)
     check_groups(units, config.optimizer)
@@ -146,7 +149,7 @@ def plan(config: Config) -> Plan:
         config=config,
         model=model_config,
         units=units,
-        host=_host_bytes(config, units, dtype),
+        host=_host_bytes(config, model_config, units, dtype),
         device=_device_bytes(config, model_config, units, dtype),
         host_available=_host_available(config),
         device_available=_device_available(config),
@@ -169,7 +172,7 @@ def under(existing: Plan, layout: Layout) -> Plan:
     return dataclasses.replace(
         existing,
         config=config,
-        host=_host_bytes(config, existing.units, dtype),
+        host=_host_bytes(config, existing.model, existing.units, dtype),
         device=_device_bytes(config, existing.model, existing.units, dtype),
     )
 
@@ -186,10 +189,11 @@ def _device_available(config: Config) -> int | None:
     return min(free_gpu_bytes(int(config.ranks or 1)))
 
 
-def _host_bytes(config: Config, units: tuple[Unit, ...], dtype: torch.dtype) -> dict[str, int]:
+def _host_bytes(config: Config, model: Any, units: tuple[Unit, ...], dtype: torch.dtype) -> dict[str, int]:
     total, ranks = unit_starts(units)[-1], int(config.ranks or 1)
     modes = config.layout.activation_modes(len(units) - 2)
     width = units[-1].parameters[-1].numel
+    kept = _tokens(config) * (width * dtype.itemsize + intermediates_per_token(config, model))
     sizes = {
         "FP32 master weights": 4 * total,
         "exp_avg and exp_avg_sq": 8 * sum(aligned_numel(unit) for unit in units if not unit.frozen),
@@ -199,6 +203,7 @@ def _host_bytes(config: Config, units: tuple[Unit, ...], dtype: torch.dtype) -> 
         "offloaded layer inputs": (
             ranks * modes.count("offload") * stash_numel(config, width) * dtype.itemsize
         ),
+        "spilled intermediates (estimate)": ranks * modes.count("spill") * kept,
     }
     return {name: size for name, size in sizes.items() if size}
 
@@ -206,18 +211,20 @@ def _host_bytes(config: Config, units: tuple[Unit, ...], dtype: torch.dtype) -> 
 def _device_bytes(config: Config, model: Any, units: tuple[Unit, ...], dtype: torch.dtype) -> dict[str, int]:
     """Buffers exactly; activations and workspace by formula (estimates, named as such)."""
     ranks, size, gradient = int(config.ranks or 1), dtype.itemsize, config.gradient_dtype.itemsize
-    shapes = buffer_numels(units, config.layout, ranks)
-    tokens = config.micro_batch_size // ranks * config.sequence_length
+    layout, tokens = config.layout, _tokens(config)
+    shapes = buffer_numels(units, layout, ranks)
     width = units[-1].parameters[-1].numel
-    modes = config.layout.activation_modes(len(units) - 2)
-    edge = shapes["edge"][0] + shapes.get("tied_head", [0])[0]
-    intermediates = tokens * intermediates_per_token(model) * size
-    vocabulary = units[0].parameters[0].numel
-    kept = modes.count("keep") + modes.count("partial") * config.layout.partial_budget
-    ring, waiting = update_numels(units, config.layout, ranks, size)
-    copies = config.layout.transport == "copy" and ranks > 1
-    staging = math.prod(staging_shape(units, config.layout, ranks, size)) if copies else 0
+    modes = layout.activation_modes(len(units) - 2)
+    edge = shapes["edge"][0] + shapes.get("tied_head", [0])[0] + sum(shapes["pieces"])
+    kept = modes.count("keep") + modes.count("partial") * layout.partial_budget
+    ring, waiting = update_numels(units, layout, ranks, size)
+    copies = layout.transport == "copy" and ranks > 1
+    staging = math.prod(staging_shape(units, layout, ranks, size)) if copies else 0
     rings = (OUTGOING + FETCH_AHEAD) * stash_numel(config, width) if "offload" in modes else 0
+    layer, head = _workspaces(config, model, units, dtype)
+    intermediates = tokens * intermediates_per_token(config, model)
+    moving = min(modes.count("spill"), OUTGOING + FETCH_AHEAD)
+    on_gpu = len(modes) - modes.count("offload") - modes.count("spill")
     sizes = {
         "window": sum(shapes["slots"]) * size,
         "gradient buffers": sum(shapes["gradients"]) * gradient,
@@ -226,30 +233,47 @@ def _device_bytes(config: Config, model: Any, units: tuple[Unit, ...], dtype: to
         "reduction staging": staging * gradient,
         "update buffers": ring * (12 + size),
         "gradients that wait for their update": waiting * gradient,
-        "kept layer inputs": (len(modes) - modes.count("offload")) * tokens * width * size,
+        "kept layer inputs": on_gpu * tokens * width * size,
         "kept intermediates (estimate)": int(kept * intermediates),
         "offload rings": rings * size,
-        # The peak is either one layer's backward or the loss with its FP32 weight gradient.
-        "workspace (estimate)": max(
-            2 * intermediates + shapes["slots"][0] * size,
-            4 * vocabulary * (2 if is_tied(units) else 1) + min(tokens, 4096) * model.vocab_size * 6,
-        ),
+        "spilled layers on their way (estimate)": moving * (intermediates + tokens * width * size),
+        "workspace (estimate)": max(layer, head),
     }
     return {name: value for name, value in sizes.items() if value}
 
 
-def intermediates_per_token(model: Any) -> int:
-    """Elements per token and layer that a compiled SwiGLU layer keeps for its backward.
+def _tokens(config: Config) -> int:
+    """Of one pass on one rank."""
+    return config.micro_batch_size // int(config.ranks or 1) * config.sequence_length
 
-    4 hidden + 2 query + 2 key/value + 3 intermediate widths: within 5% of what was measured for the
-    compiled Qwen3 4B, 8B and 14B layers in BF16 (102, 126 and 168 KiB). Of a mixture each expert that a
-    token goes to counts, with its own copies of the input and the output (not measured).
-    """
-    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    query = model.num_attention_heads * head_dim
-    key_value = model.num_key_value_heads * head_dim
-    mlp = 3 * model.intermediate_size
-    if hasattr(model, "num_experts"):
-        width = getattr(model, "moe_intermediate_size", model.intermediate_size)
-        mlp = model.num_experts_per_tok * (3 * width + 2 * model.hidden_size)
-    return 4 * model.hidden_size + 2 * query + 2 * key_value + mlp
+
+def intermediates_per_token(config: Config, model: Any) -> int:
+    """Bytes per token that a layer keeps besides its input, under this config's `keep`."""
+    dtype = DTYPES[str(config.compute_dtype)]
+    kept = kept_per_token(model, dtype, bool(config.compile), config.layout.mlp_tile_tokens > 0)
+    return kept - model.hidden_size * dtype.itemsize
+
+
+def _workspaces(config: Config, model: Any, units: tuple[Unit, ...], dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that come and go: in a layer's backward, and in the loss. Fitted to peaks of runs."""
+    layout, tokens, size = config.layout, _tokens(config), dtype.itemsize
+    compiled, tile = bool(config.compile), layout.mlp_tile_tokens
+    width, slot = model.hidden_size, max(unit.numel for unit in units[1:-1])
+    # What the layer keeps, computed again, and as much for its gradients; its weights' gradients.
+    layer = slot * size + 2 * tokens * intermediates_per_token(config, model)
+    if tile:
+        whole, half = (kept_per_token(model, dtype, compiled, tiled) for tiled in (False, True))
+        mlp = sum(p.numel for p in units[1].parameters if p.local.startswith("mlp."))
+        layer += 2 * min(tile, tokens) * (whole - half) + 4 * mlp
+    pieces = pieces_of(units[0], layout.vocabulary_pieces, int(config.ranks or 1))
+    logits = 6 if compiled else 24  # bytes each: with those in FP32 that eager mode makes on the way
+    # Of a weight gradient: BF16 products on a GPU add to the sum themselves.
+    per_weight = 4 if config.device == "cuda" and size == 2 else 8
+    if len(pieces) == 1:
+        matrix = units[0].parameters[0].numel
+        layer += 4 * matrix * is_tied(units)  # the matrix's gradient waits through backward
+        return layer, per_weight * matrix + min(tokens, 4096) * model.vocab_size * logits
+    matrix = pieces[0][1]
+    at_a_time = min(tokens * matrix // width, LOGITS[str(config.device)])
+    tied = tokens * (width * size + 12) * is_tied(units)  # what its gradient is computed from at the end
+    return layer + tied, per_weight * matrix + at_a_time * logits + tokens * width * (4 + 3 * size)

@@ -6,9 +6,10 @@ import time
 import types
 import warnings
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -27,8 +28,15 @@ from slidedp.host.messages import Finished, Started
 from slidedp.host.process import die_with_parent, doing, reporting, return_freed_memory, show_signs_of_life
 from slidedp.host.state import HostState, StateHandle
 from slidedp.model.documents import VARLEN, Positions, has_varlen, within_documents
-from slidedp.model.families import LayerFunction, layer_function, norm_function, rotary_tables, skeleton
-from slidedp.model.loss import IGNORED, softmax_gradient
+from slidedp.model.families import (
+    LayerFunction,
+    layer_function,
+    layer_halves,
+    norm_function,
+    rotary_tables,
+    skeleton,
+)
+from slidedp.model.loss import IGNORED, piece_gradient, piece_statistics, softmax_gradient
 from slidedp.model.units import frozen_units
 from slidedp.stream.device import Abort, Aborted, Device, HostScalar
 from slidedp.stream.gates import Gates
@@ -36,6 +44,7 @@ from slidedp.stream.group import join_ranks
 from slidedp.stream.recorder import Recorder
 from slidedp.stream.step import Engine, ModelFunctions
 from slidedp.stream.timeline import TRACKS, Timeline
+from slidedp.stream.vocabulary import PieceFunctions
 
 
 class RankSetup(NamedTuple):
@@ -214,14 +223,25 @@ def model_functions(
     model = skeleton(model_config)
     attention = VARLEN if bounded and has_varlen(model_config, device.torch, dtype) else "sdpa"
     layer, softmax = layer_function(model, attention), softmax_gradient
-    compiled = torch.compile(layer, dynamic=False) if config.compile else layer
+    attend, mlp = layer_halves(model)
+
+    def compiled(function: Any) -> Any:
+        return torch.compile(function, dynamic=False) if config.compile else function
+
+    def at_budget(function: Any) -> Callable[[float], LayerFunction]:
+        return cache(partial(compile_partial, function)) if config.compile else lambda budget: function
+
     cos, sin = rotary_tables(model_config, model, config.sequence_length, device.torch, dtype)
     padding = model.model.embed_tokens.padding_idx
     return ModelFunctions(
-        layer=compiled,
-        partial=partial(compile_partial, layer) if config.compile else lambda budget: compiled,
+        layer=compiled(layer),
+        partial=at_budget(layer),
+        attention=compiled(attend),
+        partial_attention=at_budget(attend),
+        mlp=compiled(mlp),
         norm=norm_function(model),
-        softmax=torch.compile(softmax, dynamic=False) if config.compile else softmax,
+        softmax=compiled(softmax),
+        pieces=PieceFunctions(compiled(piece_statistics), compiled(piece_gradient)),
         positions=Positions(cos, sin),
         within_documents=partial(within_documents, Positions(cos, sin), attention == VARLEN, device.bring),
         padding_index=-1 if padding is None else padding,
@@ -231,7 +251,7 @@ def model_functions(
 def compile_partial(layer: Any, budget: float) -> LayerFunction:
     """The layer compiled with the partitioner's activation memory budget, a fraction in (0, 1]."""
     # torch.compile caches by code object: a variant needs one of its own.
-    code = layer.__code__.replace(co_name=f"layer_keeping_{budget}")
+    code = layer.__code__.replace(co_name=f"{layer.__name__}_keeping_{budget}")
     variant = types.FunctionType(code, layer.__globals__, code.co_name, None, layer.__closure__)
     compiled = torch.compile(variant, dynamic=False)
 

@@ -4,6 +4,7 @@ A template lives on the meta device and owns no memory: its parameters are repla
 slot at every call (`torch.func.functional_call`). All decoder layers share one template.
 """
 
+import copy
 import os
 from collections.abc import Callable
 from typing import Any
@@ -29,8 +30,13 @@ LayerFunction = Callable[..., torch.Tensor]
 """(parameters, hidden, cos, sin, bounds) -> hidden; see `slidedp.model.documents.Positions`."""
 
 
-def load_config(model: str | PretrainedConfig) -> PretrainedConfig:
-    """The transformers config of a folder or hub id; refuses what cannot be trained, in one line."""
+def load_config(model: str | PretrainedConfig, positions: int | None = None) -> PretrainedConfig:
+    """The transformers config of a folder or hub id; refuses what cannot be trained, in one line. With
+    `positions`, a copy that has so many."""
+    if positions is not None:
+        changed: Any = copy.deepcopy(load_config(model))
+        changed.max_position_embeddings = positions
+        return changed
     if isinstance(model, str):
         remedy = "give a Hugging Face folder with a config.json, or a hub id"
         # What cannot be a hub id is refused at once: the hub's own refusal takes its time.
@@ -83,7 +89,8 @@ def _check_length(config: Any, sequence_length: int) -> None:
     if sequence_length > config.max_position_embeddings:
         raise ConfigError(
             f"sequence_length={sequence_length}: the model's positions end at "
-            f"{config.max_position_embeddings}; use at most that, or raise max_position_embeddings"
+            f"{config.max_position_embeddings}; use at most that, or set max_position_embeddings="
+            f"{sequence_length}, which trains positions that the model has never met"
         )
     kinds = getattr(config, "layer_types", None)
     slides = kinds is None or "sliding_attention" in kinds
@@ -117,6 +124,34 @@ def layer_function(model: Any, attention: str = "sdpa") -> LayerFunction:
         )
 
     return layer
+
+
+def layer_halves(model: Any) -> tuple[LayerFunction, LayerFunction]:
+    """The layer of `layer_function` (called first: it sets the attention) in two halves:
+    f(parameters, hidden, cos, sin, bounds) of norm, attention and residual, and f(parameters, hidden) of
+    norm, MLP and residual. Every supported architecture is made so."""
+    template = model.model.layers[0]
+
+    def part(name: str, parameters: dict[str, torch.Tensor], *args: Any, **settings: Any) -> Any:
+        module, prefix = getattr(template, name), name + "."
+        own = {n.removeprefix(prefix): p for n, p in parameters.items() if n.startswith(prefix)}
+        return functional_call(module, own, args, settings)
+
+    def attention(
+        parameters: dict[str, torch.Tensor],
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        bounds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        normed = part("input_layernorm", parameters, hidden)
+        positions = {"position_embeddings": (cos, sin), "attention_mask": bounds}
+        return hidden + part("self_attn", parameters, hidden_states=normed, **positions)[0]
+
+    def mlp(parameters: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + part("mlp", parameters, part("post_attention_layernorm", parameters, hidden))
+
+    return attention, mlp
 
 
 def norm_function(model: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

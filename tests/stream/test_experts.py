@@ -22,7 +22,7 @@ KINDS = ("qwen3_moe", "olmoe")
 
 @pytest.mark.parametrize(("kind", "ranks", "route"), [("qwen3_moe", 2, 4), ("olmoe", 1, 0), ("olmoe", 2, 6)])
 def test_training_is_that_of_one_expert_after_another(kind, ranks, route):
-    layout = some_layout(Random(route), ROUTES[route])
+    layout = some_layout(Random(route), ROUTES[route], mlp_tile_tokens=7)
     run = config(layout, kind=kind, tied=kind == "olmoe", clip_norm=1.4, steps=8)
     assert_parity(pool(ranks).run(run), run)
 

@@ -4,23 +4,39 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slidedp.config import ACTIVATIONS, SCHEDULES, Layout
-from slidedp.stream.program import FETCH_AHEAD, Deliver, Fetch, Load, Reduce, Stash, Update, Visits, transfers
+from slidedp.stream.program import (
+    FETCH_AHEAD,
+    PIECE_SLOTS,
+    Deliver,
+    Fetch,
+    Load,
+    Reduce,
+    Stash,
+    Update,
+    Visits,
+    evaluation,
+    piece_visits,
+    transfers,
+)
 from slidedp.stream.stash import OUTGOING
 
+AWAY = ("offload", "spill")
+"""Modes that move something to the host."""
 STEPS = 3
 """Steps that a simulation runs: buffers are handed on from one step to the next."""
 
 
 @st.composite
 def programs(draw):
-    """(layers, window, modes, tied, gradient_slots, units updated on the GPU, schedule); the window is at
-    most the layers, as in Engine."""
+    """(layers, window, modes, tied, gradient_slots, units updated on the GPU, schedule, pieces); the window
+    is at most the layers, as in Engine."""
     layers = draw(st.integers(1, 6))
     window = min(layers, draw(st.integers(1, 7)))
     modes = tuple(draw(st.lists(st.sampled_from(ACTIVATIONS), min_size=layers, max_size=layers)))
     on_gpu = Layout(window=window, gpu_updates=draw(st.integers(0, layers + 2))).updated_on_gpu(layers)
     schedule = draw(st.sampled_from(SCHEDULES))
-    return layers, window, modes, draw(st.booleans()), draw(st.integers(1, 3)), on_gpu, schedule
+    pieces = draw(st.sampled_from([1, 1, 2, 3, 5]))
+    return layers, window, modes, draw(st.booleans()), draw(st.integers(1, 3)), on_gpu, schedule, pieces
 
 
 def slot_of(unit: int, layers: int, window: int, tied: bool) -> str:
@@ -75,17 +91,30 @@ class Simulation:
     """
 
     def __init__(
-        self, layers, window, modes, tied, gradient_slots, on_gpu=frozenset(), schedule="in_forward"
+        self,
+        layers,
+        window,
+        modes,
+        tied,
+        gradient_slots,
+        on_gpu=frozenset(),
+        schedule="in_forward",
+        pieces=1,
     ):
         self.layers, self.window, self.modes, self.tied = layers, window, modes, tied
         self.gradient_slots, self.on_gpu, self.schedule = gradient_slots, on_gpu, schedule
+        self.pieces = pieces
         self.fresh: set[int] = set()
+        # A piece's slot and gradient buffer, as Vocabulary shares them out: in turn.
+        some = piece_visits(layers, pieces, tied) if pieces > 1 else ()
+        self.turn = {at.visit: i % PIECE_SLOTS for i, at in enumerate(at for part in some for at in part)}
         self.visits = Visits(layers)
         self.fired: set[tuple] = set()
         self.content: dict[str, int] = {}
         self.slot_free: dict[str, tuple] = {}
         self.gradient_free: dict[str, tuple] = {}
-        self.out, self.back = Ring(OUTGOING), Ring(FETCH_AHEAD)
+        self.out = {mode: Ring(OUTGOING) for mode in AWAY}
+        self.back = {mode: Ring(FETCH_AHEAD) for mode in AWAY}
         self.reading: dict[str, int] = {}  # slot -> unit that a visit is reading now
         self.waiting: dict[str, tuple | None] = {}
 
@@ -94,14 +123,18 @@ class Simulation:
             self.fired.add((step, "put", 0))
             for visit, units in visits_of(self.layers, self.tied):
                 unit = units[0]
-                offload = 1 <= unit <= self.layers and self.modes[unit - 1] == "offload"
+                if self.pieces > 1 and unit in (0, self.visits.head):
+                    yield from self.in_pieces(step, unit)
+                    continue
+                mode = self.modes[unit - 1] if 1 <= unit <= self.layers else None
+                offload = mode in AWAY
                 backward = visit > self.visits.head
                 if not (backward and stays(visit, unit, self.layers, self.window)):
                     yield (step, "delivered", visit)
                 slots = {slot_of(u, self.layers, self.window, self.tied): u for u in units}
                 self.reading |= slots
                 if offload and not backward:
-                    before = self.out.take((step, "stashed", unit))
+                    before = self.out[mode].take((step, "stashed", unit))
                     if before is not None:
                         yield before
                     self.fired.add((step, "held", unit))
@@ -114,7 +147,45 @@ class Simulation:
                 self.fired.add((step, "visited", visit))
                 if backward or visit == self.visits.head:
                     yield from self.submit(step, unit)
-            yield from self.submit(step, 0)
+            if self.pieces > 1:
+                for at in piece_visits(self.layers, self.pieces, self.tied)[2]:
+                    if self.tied:
+                        yield from self.visit_piece(step, at)
+                    yield from self.submit_piece(step, at)
+            else:
+                yield from self.submit(step, 0)
+
+    def in_pieces(self, step, unit):
+        """Forward of embed, or the head, as slidedp.stream.vocabulary goes through them."""
+        forward, head, _ = piece_visits(self.layers, self.pieces, self.tied)
+        if unit and self.tied:
+            yield (step, "delivered", self.visits.head)
+            self.fired.add((step, "visited", self.visits.head))
+        for i, at in enumerate(head if unit else forward):
+            yield from self.visit_piece(step, at)
+            if unit and not self.tied and i >= self.pieces - 1:
+                yield from self.submit_piece(step, at)
+        if unit and self.tied:
+            yield from self.submit(step, unit)
+
+    def visit_piece(self, step, at):
+        slot = f"piece {self.turn[at.visit]}"
+        yield (step, "delivered", at.visit)
+        self.reading[slot] = at
+        yield None
+        assert self.content[slot] == at[:2], f"{at} reads {self.content[slot]}"
+        del self.reading[slot]
+        self.fired.add((step, "visited", at.visit))
+
+    def piece_gradient(self, unit, piece):
+        return f"piece {((self.pieces if unit == 0 and not self.tied else 0) + piece) % PIECE_SLOTS}"
+
+    def submit_piece(self, step, at):
+        buffer = self.piece_gradient(at.unit, at.piece)
+        if buffer in self.gradient_free:
+            yield self.gradient_free[buffer]
+        self.gradient_free[buffer] = (step, "reduced", (at.unit, at.piece))
+        self.fired.add((step, "gradient", (at.unit, at.piece)))
 
     def submit(self, step, unit):
         buffer = gradient_of(unit, self.layers, self.gradient_slots, self.tied)
@@ -125,7 +196,13 @@ class Simulation:
         self.fired.add((step, "gradient", unit))
 
     def transfer(self):
-        program = transfers(self.layers, self.window, self.modes, self.tied, self.on_gpu, self.schedule)
+        program = transfers(
+            self.layers, self.window, self.modes, self.tied, self.on_gpu, self.schedule, self.pieces
+        )
+        in_slots = range(int(self.pieces > 1), self.window + 1)  # units that are updated where they compute
+        last = {u: u for u in range(self.layers + 2)}  # whose reduction is a unit's last
+        if self.pieces > 1:
+            last |= {u: (u, self.pieces - 1) for u in ((0,) if self.tied else (0, self.layers + 1))}
         for step in range(STEPS):
             yield (step, "put", 0)
             for item in program:
@@ -133,12 +210,12 @@ class Simulation:
                     continue  # waits on the GPU only
                 if isinstance(item, Update):
                     slot = slot_of(item.unit, self.layers, self.window, self.tied)
-                    if item.unit <= self.window:
+                    if item.unit in in_slots:
                         yield self.slot_free[slot]
                         assert slot not in self.reading, f"{item} while unit {self.reading[slot]} is read"
                         self.content[slot] = item.unit
                         self.fresh.add(item.unit)
-                    yield (step, "reduced", item.unit)
+                    yield (step, "reduced", last[item.unit])
                 elif isinstance(item, Deliver) and item.visit <= self.visits.head and item.unit in self.fresh:
                     slot = slot_of(item.unit, self.layers, self.window, self.tied)
                     assert self.content[slot] == item.unit, f"{item} finds unit {self.content[slot]}"
@@ -148,22 +225,27 @@ class Simulation:
                     if item.visit <= self.visits.head and step > 0:
                         # in_forward, the later of the schedules: published when all have landed
                         for unit in range(self.layers + 2):
-                            yield (step - 1, "reduced", unit)
+                            yield (step - 1, "reduced", last[unit])
                     slot = slot_of(item.unit, self.layers, self.window, self.tied)
+                    if item.piece is not None:
+                        slot = f"piece {self.turn[item.visit]}"
                     if slot in self.slot_free:
                         yield self.slot_free[slot]
                     self.slot_free[slot] = (step, "visited", item.release)
                     assert slot not in self.reading, f"{item} while unit {self.reading[slot]} is read"
-                    self.content[slot] = item.unit
+                    self.content[slot] = item.unit if item.piece is None else (item.unit, item.piece)
                     self.fired.add((step, "delivered", item.visit))
                 elif isinstance(item, Reduce):
-                    yield (step, "gradient", item.unit)
-                    self.fired.add((step, "reduced", item.unit))
+                    index = item.unit if item.piece is None else (item.unit, item.piece)
+                    yield (step, "gradient", index)
+                    self.fired.add((step, "reduced", index))
                 elif isinstance(item, Stash):
                     yield (step, "held", item.unit)
                     self.fired.add((step, "stashed", item.unit))
                 else:
-                    before = self.back.take((step, "visited", self.visits.backward(item.unit)))
+                    before = self.back[self.modes[item.unit - 1]].take(
+                        (step, "visited", self.visits.backward(item.unit))
+                    )
                     if before is not None:
                         yield before
                     yield (step, "stashed", item.unit)
@@ -199,7 +281,11 @@ def test_every_small_program_ends():
             for slots in (1, 2, 3):
                 for tied in (False, True):
                     for mode in ("keep", "offload"):
-                        Simulation(layers, window, (mode,) * layers, tied, slots).run(lambda able: able - 1)
+                        for pieces in (1, 3):
+                            simulation = Simulation(
+                                layers, window, (mode,) * layers, tied, slots, pieces=pieces
+                            )
+                            simulation.run(lambda able: able - 1)
 
 
 @given(programs())
@@ -215,7 +301,7 @@ def test_every_visit_has_what_it_needs(program):
     assert sorted(delivered) == sorted(needed)
     assert [t.visit for t in order if isinstance(t, Deliver)] == sorted(v for v, _ in needed)
     assert [t.unit for t in order if isinstance(t, Reduce)] == list(range(layers + 1, -1, -1))
-    offloaded = [u for u in range(1, layers + 1) if modes[u - 1] == "offload"]
+    offloaded = [u for u in range(1, layers + 1) if modes[u - 1] in AWAY]
     assert [t.unit for t in order if isinstance(t, Stash)] == offloaded
     assert [t.unit for t in order if isinstance(t, Fetch)] == offloaded[::-1]
     assert visits.embed_backward == 2 * layers + 2
@@ -246,3 +332,20 @@ def test_only_the_window_is_ever_resident(program):
     for unit in range(1, layers + 1):
         assert units.count(unit) == (1 if unit > layers - window else 2)
     assert units.count(0) == units.count(layers + 1) == 1
+
+
+@given(st.integers(1, 6), st.data(), st.integers(2, 5), st.booleans(), st.booleans())
+def test_pieces_come_when_they_are_visited(layers, data, pieces, tied, embed_trained):
+    window = data.draw(st.integers(1, layers))
+    order = transfers(layers, window, ("keep",) * layers, tied, pieces=pieces, embed_trained=embed_trained)
+    forward, head, backward = piece_visits(layers, pieces, tied)
+    needed = forward + head + (backward if tied and embed_trained else [])
+    found = [(t.unit, t.piece, t.visit) for t in order if isinstance(t, Deliver) and t.piece is not None]
+    assert found == needed
+    assert all(t.release == t.visit for t in order if isinstance(t, Deliver) and t.piece is not None)
+    up = list(range(pieces))
+    assert [at.piece for at in forward] == up and [at.piece for at in head] == [*up[:0:-1], *up]
+    reduced = [(t.unit, t.piece) for t in order if isinstance(t, Reduce) and t.piece is not None]
+    assert reduced == [*(() if tied else ((layers + 1, p) for p in up)), *((0, p) for p in up)]
+    later = [t for t in evaluation(layers, tied, pieces) if t.piece is not None]
+    assert [(t.unit, t.piece, t.visit) for t in later] == forward + head[:pieces]
