@@ -140,6 +140,8 @@ class Candidates:
             {"activations": "offload"},
             {"window": 1, "gradient_slots": 1},
             {"reduction": "gpu", "landing": "ring", "gpu_updates": 0},
+            {"mlp_tile_tokens": 2048},
+            {"vocabulary_pieces": 16},
         ]
         for change in smaller:
             layout = dataclasses.replace(layout, **change)
