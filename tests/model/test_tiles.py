@@ -24,6 +24,7 @@ from tests.stream.cases import model
 KINDS = ("llama", "mistral", "olmoe", "qwen2", "qwen3", "qwen3_moe")
 BATCH, LENGTH, WIDTH = 3, 16, 20
 SLOW = pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Layer(NamedTuple):
@@ -93,7 +94,7 @@ def test_compiled_tiles_are_the_whole_layer(backend):
     assert_close(results(layer, tiled(*halves, 16)), results(layer, layer.whole))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_some_parameters_may_be_frozen(data):
     layer = cached_layer("qwen3")

@@ -22,6 +22,7 @@ from tests.model.test_tiles import LENGTH, WIDTH, cached_layer
 from tests.stream.cases import LAYERS, model
 
 BATCH, SLOW = 2, pytest.mark.slow
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @cache
@@ -162,13 +163,13 @@ def test_each_mode_is_autograd_to_the_bit(mode):
 mixes = st.tuples(*[st.sampled_from(ACTIVATIONS)] * LAYERS)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(mixes, st.frozensets(st.integers(0, 12)))
 def test_any_mix_is_autograd_to_the_bit(modes, frozen):
     assert_equal(Rank(modes, frozen=frozen).run(), plain(frozen))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(mixes, st.sampled_from([1, 7, 16, 40]))
 def test_any_mix_over_tiles_is_autograd(modes, tile):
     found = Rank(modes, tile=tile).run()
