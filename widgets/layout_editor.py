@@ -83,6 +83,10 @@ class LayoutEditor(traitlets.HasTraits):
         """The config with this layout, for `launch`."""
         return self.plan.config
 
+    def seconds(self, layout: Layout) -> float:
+        """Predicted seconds of a step under any layout; `Dashboard(run, editor.seconds)` draws them."""
+        return predict(self._workload, self._rates, layout).step_seconds
+
     def _edited(self, _: object) -> None:
         """A control has moved."""
         if self._setting:
