@@ -21,6 +21,8 @@ import torch
 from transformers import PretrainedConfig
 
 from slidedp.errors import ConfigError
+from slidedp.fielddocs import with_field_docs
+from slidedp.tables import html_table
 
 DELIVERIES = ("replicated", "sharded", "broadcast")
 REDUCTIONS = ("cpu", "gpu", "gpu_root")
@@ -51,6 +53,7 @@ def _at_least(name: str, value: Any, minimum: float, kind: Any = int) -> None:
         raise ConfigError(f"{name}={value!r}: expected {noun} of at least {minimum}")
 
 
+@with_field_docs
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How one step is carried out. Every layout computes the same step; only its cost differs."""
@@ -140,6 +143,19 @@ class Layout:
             parts.append(f"{setting.name}={text}")
         return f"Layout({', '.join(parts)})"
 
+    def _repr_html_(self) -> str:
+        rows = []
+        for setting in dataclasses.fields(self):
+            value = getattr(self, setting.name)
+            if isinstance(value, tuple):
+                text = ", ".join(f"{len([*run])} {mode}" for mode, run in groupby(value))
+            elif setting.name == "chunk_bytes":
+                text = f"{value / 2**20:g} MiB"
+            else:
+                text = str(value)
+            rows.append((setting.name, text, "default" if value == setting.default else ""))
+        return html_table("Layout", rows)
+
     def activation_modes(self, layers: int) -> tuple[str, ...]:
         """One mode per decoder layer."""
         if isinstance(self.activations, str):
@@ -164,6 +180,7 @@ class Layout:
         return frozenset(chosen | ({layers + 1} if count == layers + 2 else set())) - frozen
 
 
+@with_field_docs
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
     """Parameters with a learning rate or weight decay of their own."""
@@ -181,13 +198,17 @@ class ParameterGroup:
             _at_least("optimizer.groups.weight_decay", self.weight_decay, 0, (int, float))
 
 
+@with_field_docs
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """AdamW as torch.optim.AdamW defines it, and its learning-rate schedule."""
 
     lr: float = 1e-5
+    """Learning rate: the factor on AdamW's normalised step, at its highest."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay factors a step of exp_avg and exp_avg_sq."""
     eps: float = 1e-8
+    """Added to the square root of exp_avg_sq, in units of the gradient."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices and embeddings; norms and biases are not decayed."""
     groups: tuple[ParameterGroup, ...] = ()
@@ -239,6 +260,7 @@ class Optimizer:
         return self.lr
 
 
+@with_field_docs
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Where training text comes from, and how it becomes sequences."""
@@ -290,6 +312,7 @@ class Data:
             raise ConfigError("data.eval_fraction and data.eval_path name two held-out sets: set only one")
 
 
+@with_field_docs
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """When to save the training state: 12 bytes per parameter on disk, in the run folder."""
@@ -311,6 +334,7 @@ class Checkpoint:
         _at_least("checkpoint.keep_last", self.keep_last, 1)
 
 
+@with_field_docs
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """One fine-tuning run."""
@@ -319,6 +343,7 @@ class Config:
     """Folder or hub id of a Hugging Face causal language model; or a transformers config, which
     starts from random weights."""
     data: Data
+    """What it is trained on, and measured on."""
     sequence_length: int = 1024
     """Tokens of a sequence."""
     max_position_embeddings: int | None = None
@@ -331,10 +356,12 @@ class Config:
     """Passes that a step's batch is split into, each a forward and a backward. Their gradients are added up
     in FP32 (4 bytes of host memory per parameter), and one update follows, of the mean over all targets."""
     steps: int = 100
+    """Optimizer steps; the learning-rate schedule ends with the last one."""
     eval_every: int = 100
     """Steps between two evaluations on the held-out data, if there is any (`data.eval_path` or
     `data.eval_fraction`); the first is before the first step, the last after the last."""
     optimizer: Optimizer = field(default_factory=Optimizer)
+    """AdamW's settings, clipping, and the learning-rate schedule."""
     layout: Layout = field(default_factory=Layout)
     """How a step is carried out. `"auto"` stands for the default layout with `tune=True`."""
     tune: bool = False
@@ -344,6 +371,7 @@ class Config:
     """After `tune`: when steps drift from what they took then (another process uses the host, sequences
     change), take a layout that is better now. Without it, such a layout is only proposed."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    """When the training state goes to disk."""
     ranks: int | None = None
     """Data-parallel processes; None takes every GPU, or 2 on a machine without one."""
     device: str | None = None
@@ -410,6 +438,19 @@ class Config:
                 f"tune=True with gradient_accumulation={self.gradient_accumulation}: the policy knows steps "
                 "of one pass only: set tune=False and give a layout"
             )
+
+    def _repr_html_(self) -> str:
+        """What differs from the defaults."""
+        rows = []
+        for setting in dataclasses.fields(self):
+            value = getattr(self, setting.name)
+            if setting.name == "model" and not isinstance(value, str):
+                value = f"a new {value.model_type} with random weights"
+            factory = setting.default_factory
+            default = setting.default if factory is dataclasses.MISSING else factory()
+            if value != default:
+                rows.append((setting.name, str(value)))
+        return html_table("Config", rows)
 
     @property
     def micro_batch_size(self) -> int:

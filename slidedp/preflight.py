@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from slidedp.config import DTYPES, Config, Layout
 from slidedp.errors import ConfigError
+from slidedp.fielddocs import with_field_docs
 from slidedp.gpus import free_gpu_bytes, reach_one_another
 from slidedp.host.groups import check_groups
 from slidedp.host.landing import LandingPlan
@@ -31,6 +32,7 @@ FRUGAL = Layout(window=1, gradient_slots=1, activations="offload", mlp_tile_toke
 """About the least GPU memory that a layout takes."""
 
 
+@with_field_docs
 @dataclass(frozen=True)
 class Plan:
     """Bytes by purpose. `host` is for the whole machine, `device` for one rank."""
@@ -38,15 +40,21 @@ class Plan:
     config: Config
     """With every choice of the machine filled in."""
     model: PretrainedConfig
+    """The model's configuration, whose weights are not read."""
     units: tuple[Unit, ...]
+    """Embedding, decoder layers, head: what is streamed as a whole."""
     host: dict[str, int]
+    """Bytes of host memory by purpose."""
     device: dict[str, int]
+    """Bytes of one rank's device by purpose; on a CPU they are host memory."""
     host_available: int
+    """Free bytes of host memory within the limits of this process."""
     device_available: int | None
     """Free bytes of the fullest GPU; None on a CPU, where device memory is host memory."""
 
     @property
     def parameters(self) -> int:
+        """Parameters of the model; tied ones count once."""
         return sum(unit.parameter_count for unit in self.units)
 
     @property

@@ -338,6 +338,7 @@ class Run:
 
     @property
     def running(self) -> bool:
+        """Whether it goes on: not finished, stopped or failed."""
         return not self._over.is_set()
 
     def stop(self) -> None:

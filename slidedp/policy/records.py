@@ -45,7 +45,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One decision."""
+    """One decision: its question, what was considered, what was chosen and why."""
 
     stage: str
     """`route`, `update`, `buffers`, `activations`, `measure` or `final`."""
@@ -63,6 +63,7 @@ class Record:
 
     @property
     def choice(self) -> Candidate:
+        """The candidate that goes on."""
         return self.candidates[self.chosen]
 
     def to_dict(self) -> dict[str, Any]:
