@@ -113,7 +113,9 @@ class Record:
     def _repr_html_(self) -> str:
         def row(cells: list[str], tag: str, bold: bool = False) -> str:
             style = " style='font-weight:bold'" if bold else ""
-            return f"<tr{style}>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+            left = " style='text-align:left'"  # the candidate's name; figures stand right
+            columns = [f"<{tag}{left * (i == 1)}>{html.escape(cell)}</{tag}>" for i, cell in enumerate(cells)]
+            return f"<tr{style}>{''.join(columns)}</tr>"
 
         rows = [row(cells, "td", i == self.chosen) for i, cells in enumerate(self._rows())]
         by = " <i>(overridden by the user)</i>" if self.overridden else ""
