@@ -42,5 +42,5 @@ def phases_figure(table: pd.DataFrame) -> go.Figure:
         legend={"orientation": "h", "yref": "container", "y": 0, "yanchor": "bottom", "traceorder": "normal"},
     )
     figure.update_xaxes(title="ms per step (median)", rangemode="tozero", automargin=True)
-    figure.update_yaxes(autorange="reversed", automargin=True)
+    figure.update_yaxes(autorange="reversed", automargin=True, ticklabelstandoff=4)
     return figure
