@@ -22,7 +22,7 @@ from slidedp.config import Layout
 from slidedp.session import Run
 from slidedp.telemetry import RunLog, Step, StepReader
 from slidedp.widgets.fit import FitWidth, full_width, update_traces
-from slidedp.widgets.memory import memory_bars
+from slidedp.widgets.memory import memory_bars, size
 
 REFRESH_SECONDS = 0.2
 IDLE = 10.0
@@ -255,7 +255,7 @@ class Dashboard(ipywidgets.VBox):
             before = self._reader.layouts[len(self._switches) - 1][1] if self._switches else None
             before = before or self._log.description["config"]["layout"]
             changed = ", ".join(
-                f"{name} {_plain(value)}"
+                f"{name} {_plain(name, value)}"
                 for name, value in layout.items()
                 if _differ(value, before.get(name))
             )
@@ -440,7 +440,9 @@ def _differ(one: Any, other: Any) -> bool:
     )
 
 
-def _plain(value: Any) -> str:
+def _plain(name: str, value: Any) -> str:
+    if name == "chunk_bytes":
+        return size(value)
     if isinstance(value, list | tuple):  # activation modes, one a layer
         return ", ".join(f"{list(value).count(mode)} {mode}" for mode in dict.fromkeys(value))
     return str(value)

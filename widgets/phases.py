@@ -3,20 +3,23 @@
 import pandas as pd
 import plotly.graph_objects as go
 
-COMPUTE = "#0072B2"
-WAITS = ("#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
+COMPUTE, BETWEEN = "#0072B2", "#BBBBBB"
+WAITS = ("#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
 """Okabe and Ito, by the causes in alphabetical order."""
 
 
 def phases_figure(table: pd.DataFrame) -> go.Figure:
     """Bars of `compare_layouts`: one row per layout, milliseconds of a step."""
     waits = sorted(column for column in table if column.startswith("wait_"))
+    within = table[["compute_seconds", *waits]].sum(axis=1)
+    table = table.assign(between=(table["step_seconds"] - within).clip(lower=0.0))
     figure = go.Figure()
     parts = {"compute_seconds": ("compute", COMPUTE)}
     parts |= {
         wait: (f"waits for {wait.removeprefix('wait_').replace('_', ' ')}", color)
         for wait, color in zip(waits, WAITS, strict=False)
     }
+    parts["between"] = ("between two steps", BETWEEN)
     for column, (name, color) in parts.items():
         figure.add_bar(
             orientation="h",

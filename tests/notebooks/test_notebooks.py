@@ -91,7 +91,7 @@ def test_peers(copies, capfd):
     run_notebook(copies / "peers.ipynb")
     out = capfd.readouterr().out
     assert "3 measurements from 1 file(s), on NVIDIA H200" in out
-    assert re.search(r"Qwen3-8B.*FSDP2", out) and "out of memory" in out
+    assert "Qwen3-8B" in out and "out of memory" in out
 
 
 @pytest.mark.slow
@@ -131,7 +131,7 @@ def test_elastic_checkpointing(copies, capfd):
     rows = re.findall(r"^(keep all|recompute all|offload all) +[\d.]+ +[\d.]+ +([\d.]+)", out, re.MULTILINE)
     planned = {name: float(gib) for name, gib in rows}
     assert (
-        planned["keep all"] > planned["recompute all"] > planned["offload all"] or torch.cuda.is_available()
+        planned["keep all"] > planned["recompute all"] >= planned["offload all"] or torch.cuda.is_available()
     )
     assert len(re.findall(r"\d+ (?:partial|recompute|keep|offload)", out)) >= 6  # one or more a budget
 

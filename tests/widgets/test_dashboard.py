@@ -239,11 +239,11 @@ def test_a_switch_is_marked_and_named(log):
     before = run.log.description["config"]["layout"]
     add_step(run.log, 0)
     for rank in (0, 1):
-        layout = before | {"window": 5, "activations": ["keep", "offload", "keep"]}
+        layout = before | {"window": 5, "chunk_bytes": 2**16, "activations": ["keep", "offload", "keep"]}
         run.log.add({"kind": "layout", "rank": rank, "step": 1, "layout": layout})
     dashboard = Dashboard(run)
     assert {shape.x0 for shape in dashboard.figure.layout.shapes} == {0.5}
-    assert "step 1: window 5, activations 2 keep, 1 offload" in dashboard._layouts.value
+    assert "step 1: chunk_bytes 64 KiB, window 5, activations 2 keep, 1 offload" in dashboard._layouts.value
     shapes = len(dashboard.figure.layout.shapes)
     dashboard.update()
     assert len(dashboard.figure.layout.shapes) == shapes
