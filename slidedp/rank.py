@@ -25,7 +25,14 @@ from slidedp.data.samples import Samples
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.memory import Handle, anonymous_bytes
 from slidedp.host.messages import Finished, Started
-from slidedp.host.process import die_with_parent, doing, reporting, return_freed_memory, show_signs_of_life
+from slidedp.host.process import (
+    die_with_parent,
+    doing,
+    reporting,
+    return_freed_memory,
+    share_cores,
+    show_signs_of_life,
+)
 from slidedp.host.state import HostState, StateHandle
 from slidedp.model.documents import VARLEN, Positions, has_varlen, within_documents
 from slidedp.model.families import (
@@ -357,7 +364,7 @@ def main(rank: int, setup: RankSetup, worker: Connection, launcher: Connection, 
     ranks = int(setup.config.ranks or 1)
     with reporting(f"rank {rank}", launcher):
         if setup.config.device == "cpu":
-            torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+            share_cores(ranks)
             return_freed_memory()
         join_ranks(str(setup.config.device), rank, ranks, setup.rendezvous)
         run_rank(rank, setup, worker, launcher)
