@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import traitlets
 
-from slidedp.config import DELIVERIES, LANDINGS, REDUCTIONS, SCHEDULES, Config, Layout
+from slidedp.config import DELIVERIES, LANDINGS, REDUCTIONS, SCHEDULES, TRANSPORTS, Config, Layout
 from slidedp.errors import ConfigError
 from slidedp.policy.rates import Rates
 from slidedp.policy.step_time import Prediction, predict
@@ -171,6 +171,7 @@ def _controls(layers: int) -> dict[str, ipywidgets.Widget]:
     return {
         "delivery": ipywidgets.Dropdown(options=DELIVERIES, description="delivery", **style),
         "reduction": ipywidgets.Dropdown(options=REDUCTIONS, description="reduction", **style),
+        "transport": ipywidgets.Dropdown(options=TRANSPORTS, description="transport", **style),
         "schedule": ipywidgets.Dropdown(options=SCHEDULES, description="schedule", **style),
         "landing": ipywidgets.Dropdown(options=LANDINGS, description="landing", **style),
         "chunk_mib": ipywidgets.SelectionSlider(options=CHUNKS_MIB, description="chunk (MiB)", **slow),
