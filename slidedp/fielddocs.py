@@ -11,10 +11,10 @@ T = TypeVar("T")
 def with_field_docs(cls: type[T]) -> type[T]:
     """Appends every field with its type, default and text to the class's docstring."""
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
-    except OSError:  # a distribution without sources
+        source = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+        (body,) = (node.body for node in source.body if isinstance(node, ast.ClassDef))
+    except (OSError, SyntaxError, ValueError):  # no sources, or others than those that are running
         return cls
-    (body,) = (node.body for node in tree.body if isinstance(node, ast.ClassDef))
     lines = [inspect.getdoc(cls) or "", ""]
     for node, following in zip(body, [*body[1:], None], strict=True):
         if not isinstance(node, ast.AnnAssign):

@@ -121,24 +121,23 @@ class Plan:
 
     def _rows(self) -> list[tuple[str, str, str]]:
         ranks = self.config.ranks
-        rows = [("host", name, f"{size / GIB:.3f}") for name, size in self.host.items()]
+        rows = [("host", name, _size(size)) for name, size in self.host.items()]
         where = "each GPU" if self.device_available is not None else f"host, {ranks} ranks, each"
-        rows += [(where, name, f"{size / GIB:.3f}") for name, size in self.device.items()]
+        rows += [(where, name, _size(size)) for name, size in self.device.items()]
         return rows
 
     def _summary(self) -> str:
         return (
             f"{self.parameters / 1e6:.1f} M parameters on {self.config.ranks} {self.config.device} "
-            f"rank(s): {self.host_bytes / GIB:.2f} GiB of host memory, "
-            f"{self.host_available / GIB:.1f} GiB free"
+            f"rank(s): {_size(self.host_bytes)} of host memory, {_size(self.host_available)} free"
         )
 
     def __repr__(self) -> str:
-        body = "\n".join(f"  {where:<22}{name:<38}{gib:>9} GiB" for where, name, gib in self._rows())
+        body = "\n".join(f"  {where:<22}{name:<38}{size:>13}" for where, name, size in self._rows())
         return f"{self._summary()}\n{body}"
 
     def _repr_html_(self) -> str:
-        return html_table(self._summary(), [(where, name, f"{gib} GiB") for where, name, gib in self._rows()])
+        return html_table(self._summary(), self._rows())
 
 
 def _size(nbytes: int) -> str:
