@@ -82,7 +82,13 @@ def test_a_run_folder_shows_itself(tmp_path):
     log = RunLog.create(tmp_path / "<run>", description)
     assert "step 0 of 9" in repr(log)
     step = {"kind": "step", "rank": 0, "loss_sum": 6.0, "targets": 2, "compute_seconds": 0.5}
-    step |= {"wait_seconds": {}, "gpu_peak_bytes": 0, "anonymous_bytes": 0, "began": 0.0}
+    step |= {
+        "wait_seconds": {},
+        "gpu_peak_bytes": 0,
+        "anonymous_bytes": 0,
+        "began": 0.0,
+        "allocator_retries": 0,
+    }
     for number in range(3):
         log.add(step | {"step": number, "step_seconds": 0.5 if number else None})
     log.add({"kind": "end", "status": "stopped", "failure": None, "time": 0.0})
