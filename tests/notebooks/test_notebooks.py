@@ -133,7 +133,7 @@ def test_elastic_checkpointing(copies, capfd):
     assert (
         planned["keep all"] > planned["recompute all"] >= planned["offload all"] or torch.cuda.is_available()
     )
-    assert len(re.findall(r"\d+ (?:partial|recompute|keep|offload)", out)) >= 6  # one or more a budget
+    assert "budget, GiB" in out
 
 
 @pytest.mark.slow
