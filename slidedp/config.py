@@ -21,10 +21,12 @@ import torch
 from transformers import PretrainedConfig
 
 from slidedp.errors import ConfigError
+from slidedp.fielddocs import with_field_docs
+from slidedp.tables import html_table
 
 DELIVERIES = ("replicated", "sharded", "broadcast")
 REDUCTIONS = ("cpu", "gpu", "gpu_root")
-ACTIVATIONS = ("keep", "partial", "recompute", "offload")
+ACTIVATIONS = ("keep", "partial", "recompute", "offload", "spill")
 TRANSPORTS = ("collective", "copy")
 SCHEDULES = ("in_forward", "in_backward")
 LANDINGS = ("full", "ring")
@@ -53,6 +55,7 @@ def _at_least(name: str, value: Any, minimum: float, kind: Any = int) -> None:
         raise ConfigError(f"{name}={value!r}: expected {noun} of at least {minimum}")
 
 
+@with_field_docs
 @dataclass(frozen=True, kw_only=True)
 class Layout:
     """How one step is carried out. Every layout computes the same step; only its cost differs."""
@@ -75,9 +78,18 @@ class Layout:
     activations: str | tuple[str, ...] = "recompute"
     """What a layer leaves for its backward: `keep` (all intermediates stay on the GPU), `partial` (the
     compiler keeps `partial_budget` of them and recomputes the cheap rest), `recompute` (only the input
-    stays) or `offload` (the input goes to host memory). One mode for all decoder layers, or one each."""
+    stays), `offload` (the input goes to host memory) or `spill` (all intermediates go to host memory, and
+    nothing is recomputed). One mode for all decoder layers, or one each."""
     partial_budget: float = 0.5
     """Fraction of the intermediates' bytes that `partial` keeps. Without compilation it keeps all."""
+    mlp_tile_tokens: int = 0
+    """Tokens that a layer's MLP (and the norm before it) takes at a time, for long sequences: its memory
+    grows with the tile, and every mode computes the MLP again in backward. 0 takes all at once. A tile that
+    divides a rank's tokens is compiled once; 4096 and more fill a GPU."""
+    vocabulary_pieces: int = 1
+    """Pieces that the embedding and the head are on the GPU in, one or two at a time: their weights and
+    gradients there then take about two such pieces and not a whole vocabulary each. The head comes twice
+    (tied embeddings four times in all) and its logits are computed twice or three times."""
     schedule: str = "in_forward"
     """`in_forward`: units update in the next step's forward order, once the global norm is known.
     `in_backward`: units update from the moment their gradient has landed; clipping is impossible."""
@@ -103,6 +115,8 @@ class Layout:
         _at_least("layout.chunk_bytes", self.chunk_bytes, 4096)
         _at_least("layout.window", self.window, 1)
         _at_least("layout.gradient_slots", self.gradient_slots, 1)
+        _at_least("layout.mlp_tile_tokens", self.mlp_tile_tokens, 0)
+        _at_least("layout.vocabulary_pieces", self.vocabulary_pieces, 1)
         _at_least("layout.gpu_updates", self.gpu_updates, 0)
         _at_least("layout.update_slots", self.update_slots, 1)
         if self.gpu_updates and self.reduction != "gpu":
@@ -131,6 +145,19 @@ class Layout:
             parts.append(f"{setting.name}={text}")
         return f"Layout({', '.join(parts)})"
 
+    def _repr_html_(self) -> str:
+        rows = []
+        for setting in dataclasses.fields(self):
+            value = getattr(self, setting.name)
+            if isinstance(value, tuple):
+                text = ", ".join(f"{len([*run])} {mode}" for mode, run in groupby(value))
+            elif setting.name == "chunk_bytes":
+                text = f"{value / 2**20:g} MiB"
+            else:
+                text = str(value)
+            rows.append((setting.name, text, "default" if value == setting.default else ""))
+        return html_table("Layout", rows)
+
     def activation_modes(self, layers: int) -> tuple[str, ...]:
         """One mode per decoder layer."""
         if isinstance(self.activations, str):
@@ -155,6 +182,7 @@ class Layout:
         return frozenset(chosen | ({layers + 1} if count == layers + 2 else set())) - frozen
 
 
+@with_field_docs
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
     """Parameters with a learning rate or weight decay of their own."""
@@ -172,13 +200,17 @@ class ParameterGroup:
             _at_least("optimizer.groups.weight_decay", self.weight_decay, 0, (int, float))
 
 
+@with_field_docs
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """AdamW as torch.optim.AdamW defines it, and its learning-rate schedule."""
 
     lr: float = 1e-5
+    """Learning rate: the factor on AdamW's normalised step, at its highest."""
     betas: tuple[float, float] = (0.9, 0.95)
+    """Decay factors a step of exp_avg and exp_avg_sq."""
     eps: float = 1e-8
+    """Added to the square root of exp_avg_sq, in units of the gradient."""
     weight_decay: float = 0.1
     """Decoupled decay of matrices and embeddings; norms and biases are not decayed."""
     groups: tuple[ParameterGroup, ...] = ()
@@ -230,6 +262,7 @@ class Optimizer:
         return self.lr
 
 
+@with_field_docs
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Where training text comes from, and how it becomes sequences."""
@@ -281,6 +314,7 @@ class Data:
             raise ConfigError("data.eval_fraction and data.eval_path name two held-out sets: set only one")
 
 
+@with_field_docs
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """When to save the training state: 12 bytes per parameter on disk, in the run folder."""
@@ -302,6 +336,7 @@ class Checkpoint:
         _at_least("checkpoint.keep_last", self.keep_last, 1)
 
 
+@with_field_docs
 @dataclass(frozen=True, kw_only=True)
 class Config:
     """One fine-tuning run."""
@@ -310,18 +345,25 @@ class Config:
     """Folder or hub id of a Hugging Face causal language model; or a transformers config, which
     starts from random weights."""
     data: Data
+    """What it is trained on, and measured on."""
     sequence_length: int = 1024
     """Tokens of a sequence."""
+    max_position_embeddings: int | None = None
+    """Positions that the model may have, in place of its own number, which longer sequences than it was
+    trained with are refused by. Rotary positions go on beyond it as the model's `rope_parameters` say. An
+    exported model has this number."""
     batch_size: int = 8
     """Sequences of one step over all ranks; must be a multiple of `ranks` times `gradient_accumulation`."""
     gradient_accumulation: int = 1
     """Passes that a step's batch is split into, each a forward and a backward. Their gradients are added up
     in FP32 (4 bytes of host memory per parameter), and one update follows, of the mean over all targets."""
     steps: int = 100
+    """Optimizer steps; the learning-rate schedule ends with the last one."""
     eval_every: int = 100
     """Steps between two evaluations on the held-out data, if there is any (`data.eval_path` or
     `data.eval_fraction`); the first is before the first step, the last after the last."""
     optimizer: Optimizer = field(default_factory=Optimizer)
+    """AdamW's settings, clipping, and the learning-rate schedule."""
     layout: Layout = field(default_factory=Layout)
     """How a step is carried out. `"auto"` stands for the default layout with `tune=True`."""
     tune: bool = False
@@ -335,6 +377,7 @@ class Config:
     of all ranks. None takes the model's own `router_aux_loss_coef` if its config.json sets
     `output_router_logits`, else 0."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    """When the training state goes to disk."""
     ranks: int | None = None
     """Data-parallel processes; None takes every GPU, or 2 on a machine without one."""
     device: str | None = None
@@ -365,6 +408,8 @@ class Config:
         _check_types(self, "")
         for name in ("sequence_length", "batch_size", "gradient_accumulation", "steps", "eval_every"):
             _at_least(name, getattr(self, name), 1)
+        if self.max_position_embeddings is not None:
+            _at_least("max_position_embeddings", self.max_position_embeddings, 1)
         _at_least("seed", self.seed, 0)
         if self.seed >= 2**63:
             raise ConfigError(f"seed={self.seed!r}: expected an integer below 2**63")
@@ -401,6 +446,19 @@ class Config:
                 f"tune=True with gradient_accumulation={self.gradient_accumulation}: the policy knows steps "
                 "of one pass only: set tune=False and give a layout"
             )
+
+    def _repr_html_(self) -> str:
+        """What differs from the defaults."""
+        rows = []
+        for setting in dataclasses.fields(self):
+            value = getattr(self, setting.name)
+            if setting.name == "model" and not isinstance(value, str):
+                value = f"a new {value.model_type} with random weights"
+            factory = setting.default_factory
+            default = setting.default if factory is dataclasses.MISSING else factory()
+            if value != default:
+                rows.append((setting.name, str(value)))
+        return html_table("Config", rows)
 
     @property
     def micro_batch_size(self) -> int:

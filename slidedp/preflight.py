@@ -10,26 +10,41 @@ from transformers import PretrainedConfig
 
 from slidedp.config import DTYPES, Config, Layout
 from slidedp.errors import ConfigError
+from slidedp.fielddocs import with_field_docs
 from slidedp.gpus import free_gpu_bytes, reach_one_another
 from slidedp.host.groups import check_groups
 from slidedp.host.landing import LandingPlan
 from slidedp.host.memory import available_bytes
 from slidedp.host.state import aligned_numel, unit_starts
 from slidedp.model.experts import experts_of
-from slidedp.model.families import load_config, skeleton
-from slidedp.model.units import Unit, units_of
+from slidedp.model.families import has_halves, load_config, skeleton
+from slidedp.model.footprint import kept_per_token
+from slidedp.model.units import Unit, pieces_of, units_of
 from slidedp.stream.buffers import buffer_numels, is_tied
 from slidedp.stream.program import FETCH_AHEAD
 from slidedp.stream.stash import OUTGOING, stash_numel
 from slidedp.stream.transport import staging_shape
 from slidedp.stream.update import update_numels
+from slidedp.stream.vocabulary import LOGITS
 from slidedp.tables import html_table
 
 GIB = 2**30
-FRUGAL = Layout(window=1, gradient_slots=1, activations="offload")
-"""The layout that takes the least GPU memory."""
+FRUGAL = Layout(window=1, gradient_slots=1, activations="offload", mlp_tile_tokens=2048, vocabulary_pieces=16)
+"""About the least GPU memory that a layout takes."""
 
 
+def frugal(model: PretrainedConfig) -> Layout:
+    """FRUGAL, as far as the model allows it."""
+    tile = FRUGAL.mlp_tile_tokens if has_halves(model) else 0
+    pieces = 1 if _caps_logits(model) else FRUGAL.vocabulary_pieces
+    return dataclasses.replace(FRUGAL, mlp_tile_tokens=tile, vocabulary_pieces=pieces)
+
+
+def _caps_logits(model: PretrainedConfig) -> bool:
+    return bool(getattr(model, "final_logit_softcapping", None))
+
+
+@with_field_docs
 @dataclass(frozen=True)
 class Plan:
     """Bytes by purpose. `host` is for the whole machine, `device` for one rank."""
@@ -37,15 +52,21 @@ class Plan:
     config: Config
     """With every choice of the machine filled in."""
     model: PretrainedConfig
+    """The model's configuration, whose weights are not read."""
     units: tuple[Unit, ...]
+    """Embedding, decoder layers, head: what is streamed as a whole."""
     host: dict[str, int]
+    """Bytes of host memory by purpose."""
     device: dict[str, int]
+    """Bytes of one rank's device by purpose; on a CPU they are host memory."""
     host_available: int
+    """Free bytes of host memory within the limits of this process."""
     device_available: int | None
     """Free bytes of the fullest GPU; None on a CPU, where device memory is host memory."""
 
     @property
     def parameters(self) -> int:
+        """Parameters of the model; tied ones count once."""
         return sum(unit.parameter_count for unit in self.units)
 
     @property
@@ -63,7 +84,7 @@ class Plan:
 
     def check(self) -> None:
         """Refuses a run that this machine cannot carry out, in one line."""
-        self.check_transport()
+        self.check_layout()
         if self.host_bytes > self.host_available:
             raise ConfigError(
                 f"not enough host memory: the run needs {_size(self.host_bytes)} and "
@@ -72,9 +93,12 @@ class Plan:
             )
         device, limit = sum(self.device.values()), self.device_limit
         if limit is not None and device > limit:
-            least = sum(under(self, FRUGAL).device.values())
+            there = frugal(self.model)
+            least = sum(under(self, there).device.values())
             remedy = (
-                "use layout.activations='offload', or a smaller layout.window or batch_size"
+                "use layout.activations='offload', a smaller layout.window or batch_size, "
+                f"layout.vocabulary_pieces={there.vocabulary_pieces}, or "
+                f"layout.mlp_tile_tokens={there.mlp_tile_tokens}"
                 if least <= limit
                 else "use a smaller batch_size or sequence_length"
             )
@@ -85,12 +109,23 @@ class Plan:
                 f"under any, and may take {_size(limit)}; {remedy}"
             )
 
-    def check_transport(self) -> None:
-        """Refuses copies between GPUs that cannot read one another's memory."""
-        ranks, copies = int(self.config.ranks or 1), self.config.layout.transport == "copy"
-        if copies and self.config.device == "cuda" and not reach_one_another(ranks):
+    def check_layout(self) -> None:
+        """Refuses what this machine or this model cannot do."""
+        layout, ranks = self.config.layout, int(self.config.ranks or 1)
+        copies = layout.transport == "copy" and self.config.device == "cuda"
+        if copies and not reach_one_another(ranks):
             raise ConfigError(
                 "layout.transport='copy': these GPUs cannot read one another's memory; use 'collective'"
+            )
+        if layout.mlp_tile_tokens and not has_halves(self.model):
+            raise ConfigError(
+                f"layout.mlp_tile_tokens={layout.mlp_tile_tokens}: the layers of {type(self.model).__name__} "
+                "are more than attention and MLP; use 0"
+            )
+        if layout.vocabulary_pieces > 1 and _caps_logits(self.model):
+            raise ConfigError(
+                f"layout.vocabulary_pieces={layout.vocabulary_pieces}: capped logits are computed over the "
+                "whole vocabulary; use 1"
             )
 
     @property
@@ -111,24 +146,23 @@ class Plan:
 
     def _rows(self) -> list[tuple[str, str, str]]:
         ranks = self.config.ranks
-        rows = [("host", name, f"{size / GIB:.3f}") for name, size in self.host.items()]
+        rows = [("host", name, _size(size)) for name, size in self.host.items()]
         where = "each GPU" if self.device_available is not None else f"host, {ranks} ranks, each"
-        rows += [(where, name, f"{size / GIB:.3f}") for name, size in self.device.items()]
+        rows += [(where, name, _size(size)) for name, size in self.device.items()]
         return rows
 
     def _summary(self) -> str:
         return (
             f"{self.parameters / 1e6:.1f} M parameters on {self.config.ranks} {self.config.device} "
-            f"rank(s): {self.host_bytes / GIB:.2f} GiB of host memory, "
-            f"{self.host_available / GIB:.1f} GiB free"
+            f"rank(s): {_size(self.host_bytes)} of host memory, {_size(self.host_available)} free"
         )
 
     def __repr__(self) -> str:
-        body = "\n".join(f"  {where:<22}{name:<38}{gib:>9} GiB" for where, name, gib in self._rows())
+        body = "\n".join(f"  {where:<22}{name:<38}{size:>13}" for where, name, size in self._rows())
         return f"{self._summary()}\n{body}"
 
     def _repr_html_(self) -> str:
-        return html_table(self._summary(), [(where, name, f"{gib} GiB") for where, name, gib in self._rows()])
+        return html_table(self._summary(), self._rows())
 
 
 def _size(nbytes: int) -> str:
@@ -138,7 +172,7 @@ def _size(nbytes: int) -> str:
 def plan(config: Config) -> Plan:
     """The preflight of `config`. Reads configs only; raises ConfigError for what cannot run."""
     config = config.resolved()
-    model_config = load_config(config.model)
+    model_config = load_config(config.model, config.max_position_embeddings)
     model = skeleton(model_config, config.sequence_length)
     units = units_of(model, config.optimizer.freeze)
     check_groups(units, config.optimizer)
@@ -148,7 +182,7 @@ def plan(config: Config) -> Plan:
         config=config,
         model=model_config,
         units=units,
-        host=_host_bytes(config, units, dtype),
+        host=_host_bytes(config, model_config, units, dtype),
         device=_device_bytes(config, model_config, units, dtype),
         host_available=_host_available(config),
         device_available=_device_available(config),
@@ -171,7 +205,7 @@ def under(existing: Plan, layout: Layout) -> Plan:
     return dataclasses.replace(
         existing,
         config=config,
-        host=_host_bytes(config, existing.units, dtype),
+        host=_host_bytes(config, existing.model, existing.units, dtype),
         device=_device_bytes(config, existing.model, existing.units, dtype),
     )
 
@@ -188,10 +222,11 @@ def _device_available(config: Config) -> int | None:
     return min(free_gpu_bytes(int(config.ranks or 1)))
 
 
-def _host_bytes(config: Config, units: tuple[Unit, ...], dtype: torch.dtype) -> dict[str, int]:
+def _host_bytes(config: Config, model: Any, units: tuple[Unit, ...], dtype: torch.dtype) -> dict[str, int]:
     total, ranks = unit_starts(units)[-1], int(config.ranks or 1)
     modes = config.layout.activation_modes(len(units) - 2)
     width = units[-1].parameters[-1].numel
+    kept = _tokens(config) * (width * dtype.itemsize + intermediates_per_token(config, model))
     sizes = {
         "FP32 master weights": 4 * total,
         "exp_avg and exp_avg_sq": 8 * sum(aligned_numel(unit) for unit in units if not unit.frozen),
@@ -201,6 +236,7 @@ def _host_bytes(config: Config, units: tuple[Unit, ...], dtype: torch.dtype) -> 
         "offloaded layer inputs": (
             ranks * modes.count("offload") * stash_numel(config, width) * dtype.itemsize
         ),
+        "spilled intermediates (estimate)": ranks * modes.count("spill") * kept,
     }
     return {name: size for name, size in sizes.items() if size}
 
@@ -208,18 +244,20 @@ def _host_bytes(config: Config, units: tuple[Unit, ...], dtype: torch.dtype) -> 
 def _device_bytes(config: Config, model: Any, units: tuple[Unit, ...], dtype: torch.dtype) -> dict[str, int]:
     """Buffers exactly; activations and workspace by formula (estimates, named as such)."""
     ranks, size, gradient = int(config.ranks or 1), dtype.itemsize, config.gradient_dtype.itemsize
-    shapes = buffer_numels(units, config.layout, ranks)
-    tokens = config.micro_batch_size // ranks * config.sequence_length
+    layout, tokens = config.layout, _tokens(config)
+    shapes = buffer_numels(units, layout, ranks)
     width = units[-1].parameters[-1].numel
-    modes = config.layout.activation_modes(len(units) - 2)
-    edge = shapes["edge"][0] + shapes.get("tied_head", [0])[0]
-    intermediates = tokens * intermediates_per_token(model) * size
-    vocabulary = units[0].parameters[0].numel
-    kept = modes.count("keep") + modes.count("partial") * config.layout.partial_budget
-    ring, waiting = update_numels(units, config.layout, ranks, size)
-    copies = config.layout.transport == "copy" and ranks > 1
-    staging = math.prod(staging_shape(units, config.layout, ranks, size)) if copies else 0
+    modes = layout.activation_modes(len(units) - 2)
+    edge = shapes["edge"][0] + shapes.get("tied_head", [0])[0] + sum(shapes["pieces"])
+    kept = modes.count("keep") + modes.count("partial") * layout.partial_budget
+    ring, waiting = update_numels(units, layout, ranks, size)
+    copies = layout.transport == "copy" and ranks > 1
+    staging = math.prod(staging_shape(units, layout, ranks, size)) if copies else 0
     rings = (OUTGOING + FETCH_AHEAD) * stash_numel(config, width) if "offload" in modes else 0
+    layer, head = _workspaces(config, model, units, dtype)
+    intermediates = tokens * intermediates_per_token(config, model)
+    moving = min(modes.count("spill"), OUTGOING + FETCH_AHEAD)
+    on_gpu = len(modes) - modes.count("offload") - modes.count("spill")
     sizes = {
         "window": sum(shapes["slots"]) * size,
         "gradient buffers": sum(shapes["gradients"]) * gradient,
@@ -228,30 +266,47 @@ def _device_bytes(config: Config, model: Any, units: tuple[Unit, ...], dtype: to
         "reduction staging": staging * gradient,
         "update buffers": ring * (12 + size),
         "gradients that wait for their update": waiting * gradient,
-        "kept layer inputs": (len(modes) - modes.count("offload")) * tokens * width * size,
+        "kept layer inputs": on_gpu * tokens * width * size,
         "kept intermediates (estimate)": int(kept * intermediates),
         "offload rings": rings * size,
-        # The peak is either one layer's backward or the loss with its FP32 weight gradient.
-        "workspace (estimate)": max(
-            2 * intermediates + shapes["slots"][0] * size,
-            4 * vocabulary * (2 if is_tied(units) else 1) + min(tokens, 4096) * model.vocab_size * 6,
-        ),
+        "spilled layers on their way (estimate)": moving * (intermediates + tokens * width * size),
+        "workspace (estimate)": max(layer, head),
     }
     return {name: value for name, value in sizes.items() if value}
 
 
-def intermediates_per_token(model: Any) -> int:
-    """Elements per token and layer that a compiled SwiGLU layer keeps for its backward.
+def _tokens(config: Config) -> int:
+    """Of one pass on one rank."""
+    return config.micro_batch_size // int(config.ranks or 1) * config.sequence_length
 
-    4 hidden + 2 query + 2 key/value + 3 intermediate widths: within 5% of what was measured for the
-    compiled Qwen3 4B, 8B and 14B layers in BF16 (102, 126 and 168 KiB). Of a mixture each expert that a
-    token goes to counts, with its own copies of the input and the output (not measured).
-    """
-    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
-    query = model.num_attention_heads * head_dim
-    key_value = model.num_key_value_heads * head_dim
-    mlp = 3 * model.intermediate_size
-    if hasattr(model, "num_experts"):
-        width = getattr(model, "moe_intermediate_size", model.intermediate_size)
-        mlp = model.num_experts_per_tok * (3 * width + 2 * model.hidden_size)
-    return 4 * model.hidden_size + 2 * query + 2 * key_value + mlp
+
+def intermediates_per_token(config: Config, model: Any) -> int:
+    """Bytes per token that a layer keeps besides its input, under this config's `keep`."""
+    dtype = DTYPES[str(config.compute_dtype)]
+    kept = kept_per_token(model, dtype, bool(config.compile), config.layout.mlp_tile_tokens > 0)
+    return kept - model.hidden_size * dtype.itemsize
+
+
+def _workspaces(config: Config, model: Any, units: tuple[Unit, ...], dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that come and go: in a layer's backward, and in the loss. Fitted to peaks of runs."""
+    layout, tokens, size = config.layout, _tokens(config), dtype.itemsize
+    compiled, tile = bool(config.compile), layout.mlp_tile_tokens
+    width, slot = model.hidden_size, max(unit.numel for unit in units[1:-1])
+    # What the layer keeps, computed again, and as much for its gradients; its weights' gradients.
+    layer = slot * size + 2 * tokens * intermediates_per_token(config, model)
+    if tile:
+        whole, half = (kept_per_token(model, dtype, compiled, tiled) for tiled in (False, True))
+        mlp = sum(p.numel for p in units[1].parameters if p.local.startswith("mlp."))
+        layer += 2 * min(tile, tokens) * (whole - half) + 4 * mlp
+    pieces = pieces_of(units[0], layout.vocabulary_pieces, int(config.ranks or 1))
+    logits = 6 if compiled else 24  # bytes each: with those in FP32 that eager mode makes on the way
+    # Of a weight gradient: BF16 products on a GPU add to the sum themselves.
+    per_weight = 4 if config.device == "cuda" and size == 2 else 8
+    if len(pieces) == 1:
+        matrix = units[0].parameters[0].numel
+        layer += 4 * matrix * is_tied(units)  # the matrix's gradient waits through backward
+        return layer, per_weight * matrix + min(tokens, 4096) * model.vocab_size * logits
+    matrix = pieces[0][1]
+    at_a_time = min(tokens * matrix // width, LOGITS[str(config.device)])
+    tied = tokens * (width * size + 12) * is_tied(units)  # what its gradient is computed from at the end
+    return layer + tied, per_weight * matrix + at_a_time * logits + tokens * width * (4 + 3 * size)

@@ -1,5 +1,6 @@
-"""The long parts of notebooks/quickstart.ipynb: text, a config for this machine, samples of a model."""
+"""The long parts of the notebooks: text, configs for this machine, samples of a model."""
 
+import dataclasses
 import shutil
 from pathlib import Path
 
@@ -48,6 +49,39 @@ def config(
     )
 
 
+def short_config(folder: str | Path = "runs/quickstart", steps: int = 10_000) -> Config:
+    """A small batch of the quickstart's model for the other notebooks: tens of milliseconds a step on a CPU.
+    They look at some dozens of steps and close the run. Makes the text and tokenizer if they are not there.
+    """
+    corpus, tokenizer = prepare(folder)
+    gpus = torch.cuda.device_count()
+    return dataclasses.replace(
+        config(corpus / "json", tokenizer, steps=steps),
+        sequence_length=512 if gpus else 64,
+        batch_size=8 * gpus or 4,
+    )
+
+
+def fine_tuning(
+    model: str | Path | None = None, folder: str | Path = "runs/quickstart", steps: int = 40
+) -> Config:
+    """A short fine-tuning of `model` (folder or hub id) on some of the text, a tenth of it held out.
+
+    None stands for a tiny Hugging Face folder of random weights, which is made in `folder`.
+    """
+    corpus, tokenizer = prepare(folder)
+    base = config(corpus / "json", tokenizer, model or _untrained(Path(folder), tokenizer), steps)
+    gpus = torch.cuda.device_count()
+    return dataclasses.replace(
+        base,
+        sequence_length=512 if gpus else 64,
+        batch_size=4 * gpus or 4,
+        data=dataclasses.replace(base.data, eval_fraction=0.1),
+        eval_every=steps // 2,
+        optimizer=base.optimizer if model else dataclasses.replace(base.optimizer, lr=5e-3),
+    )
+
+
 def sample(
     model: Config | str | Path, prompt: str = "import os\n\ndef ", tokens: int = 48, seed: int = 0
 ) -> str:
@@ -73,6 +107,19 @@ def sample(
             pad_token_id=reader.pad_token_id or reader.eos_token_id,
         )
     return str(reader.decode(written[0], skip_special_tokens=True))
+
+
+def _untrained(folder: Path, tokenizer: Path) -> Path:
+    """A Hugging Face folder of the new model with random weights."""
+    target = folder / "untrained"
+    if not target.exists():
+        partial = folder / "untrained.partial"
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            AutoModelForCausalLM.from_config(_new_model()).save_pretrained(partial)
+        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(partial)
+        partial.rename(target)
+    return target
 
 
 def _vocabulary() -> int:

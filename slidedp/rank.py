@@ -6,9 +6,10 @@ import time
 import types
 import warnings
 from collections import deque
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
@@ -24,7 +25,14 @@ from slidedp.data.samples import Samples
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.memory import Handle, anonymous_bytes
 from slidedp.host.messages import Finished, Started
-from slidedp.host.process import die_with_parent, doing, reporting, return_freed_memory, show_signs_of_life
+from slidedp.host.process import (
+    die_with_parent,
+    doing,
+    reporting,
+    return_freed_memory,
+    share_cores,
+    show_signs_of_life,
+)
 from slidedp.host.state import HostState, StateHandle
 from slidedp.model.documents import VARLEN, has_varlen, within_documents
 from slidedp.model.experts import Experts, balance_loss, experts_of, tokens_that_count
@@ -32,12 +40,13 @@ from slidedp.model.families import (
     LayerFunction,
     embedding_scale,
     layer_function,
+    layer_halves,
     layer_kinds,
     norm_function,
     position_tables,
     skeleton,
 )
-from slidedp.model.loss import IGNORED, softmax_gradient
+from slidedp.model.loss import IGNORED, piece_gradient, piece_statistics, softmax_gradient
 from slidedp.model.units import frozen_units
 from slidedp.stream.device import Abort, Aborted, Device
 from slidedp.stream.gates import Gates
@@ -45,6 +54,7 @@ from slidedp.stream.group import join_ranks
 from slidedp.stream.recorder import Recorder
 from slidedp.stream.step import Batch, Engine, ModelFunctions, Passed
 from slidedp.stream.timeline import TRACKS, Timeline
+from slidedp.stream.vocabulary import PieceFunctions
 
 
 class RankSetup(NamedTuple):
@@ -220,7 +230,7 @@ def model_functions(
     experts = experts_of(model_config, config.router_aux_loss_coef)
     balanced = experts is not None and experts.weight > 0
     layer = layer_function(model, VARLEN if varlen else "sdpa", balanced)
-    compiled = torch.compile(layer, dynamic=False) if config.compile else layer
+    attend, mlp = layer_halves(model)
     cap = getattr(model_config, "final_logit_softcapping", None)
 
     def softmax(
@@ -228,12 +238,22 @@ def model_functions(
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return softmax_gradient(logits, targets, scale, cap)
 
+    def compiled(function: Any) -> Any:
+        return torch.compile(function, dynamic=False) if config.compile else function
+
+    def at_budget(function: Any) -> Callable[[float], Any]:
+        return cache(partial(compile_partial, function)) if config.compile else lambda budget: function
+
     padding = model.model.embed_tokens.padding_idx
     return ModelFunctions(
-        layer=compiled,
-        partial=partial(compile_partial, layer) if config.compile else lambda budget: compiled,
+        layer=compiled(layer),
+        partial=at_budget(layer),
+        attention=compiled(attend),
+        partial_attention=at_budget(attend),
+        mlp=compiled(mlp),
         norm=norm_function(model),
-        softmax=torch.compile(softmax, dynamic=False) if config.compile else softmax,
+        softmax=compiled(softmax),
+        pieces=PieceFunctions(compiled(piece_statistics), compiled(piece_gradient)),
         kinds=layer_kinds(model_config),
         positions=positions,
         within_documents=partial(within_documents, positions, varlen, device.bring),
@@ -247,7 +267,7 @@ def model_functions(
 def compile_partial(layer: Any, budget: float) -> LayerFunction:
     """The layer compiled with the partitioner's activation memory budget, a fraction in (0, 1]."""
     # torch.compile caches by code object: a variant needs one of its own.
-    code = layer.__code__.replace(co_name=f"layer_keeping_{budget}")
+    code = layer.__code__.replace(co_name=f"{layer.__name__}_keeping_{budget}")
     variant = types.FunctionType(code, layer.__globals__, code.co_name, None, layer.__closure__)
     compiled = torch.compile(variant, dynamic=False)
 
@@ -366,7 +386,7 @@ def main(rank: int, setup: RankSetup, worker: Connection, launcher: Connection, 
     ranks = int(setup.config.ranks or 1)
     with reporting(f"rank {rank}", launcher):
         if setup.config.device == "cpu":
-            torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+            share_cores(ranks)
             return_freed_memory()
         join_ranks(str(setup.config.device), rank, ranks, setup.rendezvous)
         run_rank(rank, setup, worker, launcher)

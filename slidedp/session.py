@@ -339,6 +339,7 @@ class Run:
 
     @property
     def running(self) -> bool:
+        """Whether it goes on: not finished, stopped or failed."""
         return not self._over.is_set()
 
     def stop(self) -> None:
@@ -352,7 +353,7 @@ class Run:
         if not self.running:
             raise ConfigError(f"set_layout: the run is {self.status}; start another with this layout")
         candidate = with_layout(self.plan, layout)
-        candidate.check_transport()
+        candidate.check_layout()
         landing = candidate.host.get("gradient landing", 0)
         # The system's free bytes do without what the run holds; a budget is for all of it.
         held = 0 if self.config.host_memory_budget is None else self.plan.host_bytes

@@ -15,6 +15,7 @@ import pandas as pd
 
 from slidedp.config import Config
 from slidedp.errors import ConfigError
+from slidedp.tables import html_table
 
 EVENTS = "events.jsonl"
 RUN = "run.json"
@@ -73,18 +74,21 @@ class RunLog:
         return cls(folder, description, [json.loads(line) for line in lines])
 
     def add(self, event: dict[str, Any]) -> None:
+        """Appends an event, to the file too while the run goes on."""
         with self._lock:
             self._events.append(event)
             if self._file is not None:
                 self._file.write(json.dumps(event) + "\n")
 
     def close(self) -> None:
+        """Ends the writing."""
         with self._lock:
             if self._file is not None:
                 self._file.close()
                 self._file = None
 
     def events(self, kind: str) -> list[dict[str, Any]]:
+        """All events of one kind, in the order in which they came."""
         with self._lock:
             return [event for event in self._events if event["kind"] == kind]
 
@@ -92,6 +96,25 @@ class RunLog:
         """All events from the `index`-th on, so that a reader which counts them reads each once."""
         with self._lock:
             return self._events[index:]
+
+    def _summary(self) -> list[tuple[str, str]]:
+        ends = self.events("end")
+        status = ends[-1]["status"] if ends else "not ended"
+        rows = [("status", status), ("step", f"{self.steps_done} of {self.description['config']['steps']}")]
+        metrics = self.metrics()
+        if len(metrics):
+            rows.append(("loss", f"{metrics['loss'].iloc[-1]:.4f} nats per target token"))
+            rows.append(("speed", f"{metrics['tokens_per_second'].median():,.0f} target tokens/s (median)"))
+        machine = self.description["gpu"] or "CPU"
+        parameters = f"{self.description['parameters'] / 1e6:,.1f} M parameters"
+        rows.append(("ranks", f"{self.description['ranks']} on {machine}, {parameters}"))
+        return [*rows, ("folder", str(self.folder))]
+
+    def __repr__(self) -> str:
+        return "RunLog(" + ", ".join(f"{name} {text}" for name, text in self._summary()) + ")"
+
+    def _repr_html_(self) -> str:
+        return html_table("Run folder", self._summary())
 
     @property
     def steps_done(self) -> int:

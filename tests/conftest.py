@@ -1,6 +1,7 @@
 """Skips the tests that this machine has no hardware for."""
 
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -17,6 +18,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if found < n:
             reason = f"needs {n} CUDA device{'s' * (n > 1)}, found {found}"
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch computes with one thread: small operations are slower with two."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def pytest_sessionfinish() -> None:

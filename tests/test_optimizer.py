@@ -30,8 +30,8 @@ GROUPS = (
 LAYOUTS = [
     # (frozen, layout): a ring of four zones for five layers; units that the GPUs would update
     (("layers.1", "layers.4"), Layout(schedule="in_backward", landing="ring", chunk_bytes=4096)),
-    (("embed", "layers.0"), Layout(schedule="in_forward", reduction="cpu", activations="keep")),
-    (("layers.0", "head"), Layout(schedule="in_forward", gpu_updates=4, window=2, activations="offload")),
+    (("embed", "layers.0"), Layout(reduction="cpu", activations="keep", vocabulary_pieces=3, window=9)),
+    (("layers.0", "head"), Layout(gpu_updates=4, window=2, activations="offload", vocabulary_pieces=4)),
     ((), Layout(schedule="in_backward", gpu_updates=5, chunk_bytes=4096)),
 ]
 

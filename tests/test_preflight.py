@@ -9,6 +9,7 @@ from transformers import Qwen3Config
 
 from slidedp import Config, ConfigError, Data, Layout, plan
 from slidedp import config as settings
+from slidedp.bench.shapes import qwen3
 from slidedp.config import DTYPES
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.state import HostState
@@ -24,6 +25,7 @@ LAYOUTS = {
     "cpu": {"reduction": "cpu"},
     "in_backward": {"schedule": "in_backward"},
     "offload": {"activations": "offload"},
+    "pieces": {"vocabulary_pieces": 4},
     "wide": {
         "window": 5,
         "gradient_slots": 3,
@@ -68,9 +70,11 @@ def test_buffers_are_exactly_as_said(layout, tied, dtype, reduced):
         names = ("FP32 master weights", "exp_avg and exp_avg_sq", "BF16 working copy")
         assert sum(said.host.get(name, 0) for name in names) == state.nbytes
         assert said.host["gradient landing"] == landing.tensor.nbytes
-        weights = {id(slot): slot.memory.nbytes for slot in map(buffers.slot, said.units)}
+        slots = [*map(buffers.slot, said.units), *buffers.piece_slots]
+        weights = {id(slot): slot.memory.nbytes for slot in slots}
         assert sum(said.device[n] for n in ("window", "embedding and head, weights")) == sum(weights.values())
-        gradients = {id(buffer): buffer.memory.nbytes for buffer in map(buffers.gradient, said.units)}
+        places = [*map(buffers.gradient, said.units), *buffers.piece_gradients]
+        gradients = {id(buffer): buffer.memory.nbytes for buffer in places}
         names = ("gradient buffers", "embedding and head, gradients")
         assert sum(said.device[name] for name in names) == sum(gradients.values())
         offloads = said.config.layout.activation_modes(5).count("offload")
@@ -143,11 +147,55 @@ def test_a_gpu_budget_is_refused_with_the_least_that_would_do(gpus):
         plan(replace(settings, gpu_memory_budget=0.9 * least / GIB)).check()
 
 
+def test_gpu_memory_is_not_sized_by_the_vocabulary(gpus):
+    """Ten times the vocabulary in ten times the pieces takes what it took before."""
+
+    def device(rows, pieces, tied):
+        model = Qwen3Config(
+            vocab_size=rows, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=32,
+            num_attention_heads=2, num_key_value_heads=1, tie_word_embeddings=tied,
+        )  # fmt: skip
+        said = plan(replace(config({"vocabulary_pieces": pieces}, device=None, ranks=None), model=model))
+        return sum(said.device.values())
+
+    for tied in (True, False):
+        assert device(1_024_000, 40, tied) == device(102_400, 4, tied) < device(102_400, 1, tied)
+
+
+def test_what_a_plan_says_is_what_runs_took():
+    """GPU memory in GiB of the README's rows, 1,024 tokens a sequence, to 5% and the half of a GiB that a
+    whole number stands for. They ran when the head's weight gradient had a product to add, as it has on a
+    CPU still."""
+    rows = [
+        ("1.7B", 16, "recompute", 9),
+        ("1.7B", 16, "keep", 38),
+        ("4B", 16, "recompute", 12),
+        ("4B", 16, "keep", 69),
+        ("8B", 16, "recompute", 17),
+        ("8B", 16, "partial", 51),
+        ("8B", 40, "partial", 110),
+    ]
+    for size, batch, mode, taken in rows:
+        layout = Layout(activations=mode)
+        run = config(sequence_length=1024, batch_size=2 * batch, compile=True, compute_dtype="bfloat16")
+        said = plan(replace(run, model=qwen3(size), layout=layout))
+        assert sum(said.device.values()) / GIB == pytest.approx(taken, rel=0.05, abs=0.5), (size, mode)
+
+
 def test_a_budget_limits_what_would_be_on_a_gpu_on_a_cpu_too():
     said = plan(config())
     assert said.device_limit is None
     with pytest.raises(ConfigError, match=r"^gpu_memory_budget=1e-06: a rank needs about"):
         plan(config(gpu_memory_budget=1e-6)).check()
+
+
+def test_positions_beyond_the_models_own_are_asked_for():
+    settings = config(sequence_length=65)
+    with pytest.raises(ConfigError, match=r"end at 64; use at most that, or set max_position_embeddings=65"):
+        plan(settings)
+    said = plan(replace(settings, max_position_embeddings=65))
+    assert said.model.max_position_embeddings == 65  # what is exported
+    assert settings.model.max_position_embeddings == 64
 
 
 def test_more_ranks_than_gpus_are_refused(gpus):

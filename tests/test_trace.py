@@ -7,6 +7,8 @@ import re
 import pandas as pd
 import pytest
 from torch_tb_profiler.consts import NODE_PROCESS_PATTERN, WORKER_PATTERN
+from torch_tb_profiler.profiler.data import RunProfileData
+from torch_tb_profiler.profiler.run_generator import RunGenerator
 
 from slidedp import ConfigError, launch, open_run, trace
 from tests.launching import DEADLINE, nothing_left, small_config, until
@@ -63,6 +65,55 @@ def test_other_readers_find_what_they_look_for(recording):
         names = {e["name"] for e in json.loads(gzip.decompress(rank.path.read_bytes()))["traceEvents"]}
         assert {f"ProfilerStep#{step}" for step in recording.steps} <= names
         assert {"forward layers.0", "backward layers.4", "head head", "deliver embed"} <= names
+
+
+def test_tensorboards_plugin_makes_its_pages_of_them(recording, tmp_path):
+    """What it does with each file of a folder, but for the processes that it starts for that."""
+    for rank in recording.ranks:
+        worker, _ = WORKER_PATTERN.match(rank.path.name).groups()
+        data = RunProfileData.parse(worker, 1, str(rank.path), str(tmp_path))
+        profile = RunGenerator(worker, 1, data).generate_run_profile()
+        assert {view.name for view in profile.views} >= {"overall", "operator", "trace", "memory"}
+        assert [row[0] for row in profile.overview["steps"]["rows"]] == [
+            str(step) for step in recording.steps
+        ]
+        assert "aten::mm" in {row["name"] for row in profile.operation_table_by_name["data"]}
+
+
+def no_constant(name):
+    raise AssertionError(f"{name} is not JSON")
+
+
+def test_every_event_is_one_that_perfetto_reads(recording):
+    """The Trace Event Format: each kind of event with the fields that it must have, no NaN or Infinity."""
+    for rank in recording.ranks:
+        content = json.loads(gzip.decompress(rank.path.read_bytes()), parse_constant=no_constant)
+        assert content["displayTimeUnit"] in ("ms", "ns")
+        opened, closed = {}, {}
+        for event in content["traceEvents"]:
+            assert event["ph"] in "XibefsM" and event["name"], event
+            for place in ("pid", "tid"):  # a track may have a name
+                assert isinstance(event[place], int | str) and not isinstance(event[place], bool), event
+            if event["ph"] == "M":
+                assert event["args"], event
+                continue
+            assert isinstance(event["ts"], int | float) and event["ts"] >= 0, event
+            if event["ph"] == "X":
+                assert isinstance(event["dur"], int | float) and event["dur"] >= 0, event
+            elif event["ph"] in "be":
+                key = (event["pid"], event["cat"], event["id"])
+                ends = opened if event["ph"] == "b" else closed
+                assert key not in ends
+                ends[key] = event
+        assert opened and opened.keys() == closed.keys()
+        for key, begin in opened.items():
+            end = closed[key]
+            assert begin["ts"] <= end["ts"] and (begin["name"], begin["tid"]) == (end["name"], end["tid"])
+        # Ours lie among torch's: one clock, one process.
+        named = [e for e in content["traceEvents"] if e["ph"] == "X" and e["name"].startswith("ProfilerStep")]
+        first, last = min(e["ts"] for e in named), max(e["ts"] + e["dur"] for e in named)
+        inside = [b for b in opened.values() if first <= b["ts"] <= last]
+        assert len(inside) > 0.9 * len(opened) and {b["pid"] for b in inside} == {e["pid"] for e in named}
 
 
 def test_the_timeline_is_the_run_logs_on_one_clock(recorded, recording):

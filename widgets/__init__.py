@@ -3,8 +3,17 @@
 from slidedp.widgets.dashboard import Dashboard
 from slidedp.widgets.layer_strip import LayerStrip
 from slidedp.widgets.layout_editor import LayoutEditor
+from slidedp.widgets.phases import phases_figure
 from slidedp.widgets.policy_stepper import PolicyStepper
 from slidedp.widgets.timeline import timeline_figure
 from slidedp.widgets.trace_view import TraceView
 
-__all__ = ["Dashboard", "LayerStrip", "LayoutEditor", "PolicyStepper", "TraceView", "timeline_figure"]
+__all__ = [
+    "Dashboard",
+    "LayerStrip",
+    "LayoutEditor",
+    "PolicyStepper",
+    "TraceView",
+    "phases_figure",
+    "timeline_figure",
+]

@@ -8,6 +8,8 @@ import statistics
 import time
 import traceback
 from collections import deque
+from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import ipywidgets
@@ -16,10 +18,11 @@ import plotly.graph_objects as go
 import traitlets
 from plotly.subplots import make_subplots
 
+from slidedp.config import Layout
 from slidedp.session import Run
 from slidedp.telemetry import RunLog, Step, StepReader
 from slidedp.widgets.fit import FitWidth, full_width, update_traces
-from slidedp.widgets.memory import memory_bars
+from slidedp.widgets.memory import memory_bars, size
 
 REFRESH_SECONDS = 0.2
 IDLE = 10.0
@@ -107,17 +110,21 @@ class Dashboard(ipywidgets.VBox):
     """Loss, speed, memory and waits of a run, its progress, and a button that stops it.
 
     `Dashboard(run)` follows the run from the kernel's event loop (`await run` keeps that free);
-    `Dashboard(open_run(folder))` shows a run folder. `figure` is a plotly figure. `predicted` (seconds a
-    step, by the step-time model) is drawn beside the measured steps.
+    `Dashboard(open_run(folder))` shows a run folder. `figure` is a plotly figure.
+
+    `predicted` is drawn beside the measured steps: a function from a layout to seconds a step, such as
+    `LayoutEditor.seconds`, which follows every switch of the layout; or the seconds of the first layout.
     """
 
-    step = traitlets.Int(0, help="Steps that every rank has reported.").tag(sync=False)
+    step = traitlets.Int(0, help="Steps done, those before a resume included.").tag(sync=False)
     status = traitlets.Unicode(help="The run's status; of a run folder, how it ended.").tag(sync=False)
     failure = traitlets.Unicode(help="What ended the run, with its traceback; shown below.").tag(sync=False)
     rank = traitlets.Int(-1, help="The rank whose loss and waits are shown; -1 for all.").tag(sync=False)
-    predicted = traitlets.Float(math.nan, help="Predicted seconds of a step; NaN for none.").tag(sync=False)
+    predicted = traitlets.Float(
+        math.nan, help="Predicted seconds of a step under the present layout; NaN for none."
+    ).tag(sync=False)
 
-    def __init__(self, source: Run | RunLog, predicted: float = math.nan) -> None:
+    def __init__(self, source: Run | RunLog, predicted: float | Callable[[Layout], float] = math.nan) -> None:
         self._run = source if isinstance(source, Run) else None
         self._log = source.log if isinstance(source, Run) else source
         description = self._log.description
@@ -127,8 +134,18 @@ class Dashboard(ipywidgets.VBox):
         self._last: Step | None = None
         self._recent: deque[Step] = deque(maxlen=RECENT)
         self._switches: list[str] = []
+        self._predict = None if isinstance(predicted, int | float) else predicted
+        first = (
+            predicted
+            if isinstance(predicted, int | float)
+            else predicted(Layout(**description["config"]["layout"]))
+        )
+        self._first_step = int(description.get("first_step", 0))
+        self._predictions = [(self._first_step, first)]
+        """(first step, predicted seconds) of each layout so far."""
         self._evaluations = 0  # those that are drawn
-        self.figure = full_width(_figure(self._ranks, description["config"]["device"] == "cuda"))
+        cuda = description["config"]["device"] == "cuda"
+        self.figure = full_width(_figure(self._ranks, cuda, self._first_step))
         self._bar = ipywidgets.IntProgress(max=self._steps, layout={"width": "240px"})
         self._text = ipywidgets.HTML()
         self._stop = ipywidgets.Button(
@@ -156,8 +173,9 @@ class Dashboard(ipywidgets.VBox):
         )
         traitlets.link((self._choice, "value"), (self, "rank"))
         self.observe(lambda _: self._draw(), "rank")
-        self.observe(lambda _: self._predict(), "predicted")
-        self.predicted = predicted
+        self.step, self.predicted = self._first_step, first
+        self.observe(lambda _: self._show_predicted(), "predicted")
+        self._show_predicted()
         self.update()
         if self._run is not None and self._run.running:
             with contextlib.suppress(RuntimeError):  # no loop: whoever made this calls update()
@@ -172,7 +190,7 @@ class Dashboard(ipywidgets.VBox):
         if new:
             self._recent.extend(new)
             self._last = new[-1]
-            self.step += len(new)
+            self.step = new[-1].step + 1
         if new or len(self._reader.evaluations) > self._evaluations:
             self._draw()
         self._show_switches()
@@ -237,11 +255,15 @@ class Dashboard(ipywidgets.VBox):
             before = self._reader.layouts[len(self._switches) - 1][1] if self._switches else None
             before = before or self._log.description["config"]["layout"]
             changed = ", ".join(
-                f"{name} {_plain(value)}"
+                f"{name} {_plain(name, value)}"
                 for name, value in layout.items()
                 if _differ(value, before.get(name))
             )
             self._switches.append(f"step {step}: {changed or 'the same layout again'}")
+            if changed:
+                seconds = math.nan if self._predict is None else self._predict(Layout(**layout))
+                self._predictions.append((step, seconds))
+                self.predicted = seconds
             for panel in (LOSS, SPEED, SECONDS, WAITS):
                 line = {"dash": "dot", "color": "#777777", "width": 1}
                 self.figure.add_vline(x=step - 0.5, line=line, row=panel[0], col=panel[1])
@@ -272,8 +294,7 @@ class Dashboard(ipywidgets.VBox):
             elif kind == "held-out":
                 x, y = np.array(self._reader.evaluations).T
             elif kind == "predicted":
-                x = np.array(curves.steps)[[0, -1]] if curves.steps else np.array([])
-                y = np.full(len(x), self.predicted)
+                x, y = self._predicted_curve()
             else:
                 x, y = curves.curve(f"wait {who} {rest}" if kind == "wait" else trace.meta)
             values[index] = {"x": x, "y": y}
@@ -282,10 +303,24 @@ class Dashboard(ipywidgets.VBox):
         update_traces(figure, values)
         update_traces(figure, shades)
 
-    def _predict(self) -> None:
+    def _show_predicted(self) -> None:
+        begin, _ = self._predictions[-1]
+        self._predictions[-1] = (begin, self.predicted)
         self._draw()
         (line,) = self.figure.select_traces({"meta": "predicted"})
-        line.showlegend = math.isfinite(self.predicted)
+        line.showlegend = any(math.isfinite(seconds) for _, seconds in self._predictions)
+
+    def _predicted_curve(self) -> tuple[list[float], list[float]]:
+        """A level for each layout, between the lines that mark the switches."""
+        steps = self._curves.steps
+        if not steps:
+            return [], []
+        x, y = [], []
+        for (begin, seconds), (end, _) in pairwise([*self._predictions, (steps[-1] + 0.5, math.nan)]):
+            if begin <= steps[-1]:
+                x += [max(steps[0], begin - 0.5), min(steps[-1], end - 0.5)]
+                y += [seconds, seconds]
+        return x, y
 
     def _recent_waits(self, cause: str) -> tuple[list[float], list[str]]:
         """Percentage of compute's time that each rank has waited in the recent steps."""
@@ -320,7 +355,7 @@ class Dashboard(ipywidgets.VBox):
             self._run.stop()
 
 
-def _figure(ranks: int, cuda: bool) -> go.Figure:
+def _figure(ranks: int, cuda: bool, first_step: int) -> go.Figure:
     memory = "GPU memory, peak" if cuda else "memory of a rank alone"
     titles = ("loss", "speed", "step time", memory, "compute waits, by cause", f"waits of {RECENT} steps")
     figure = make_subplots(2, 3, subplot_titles=titles, vertical_spacing=0.2, horizontal_spacing=0.08)
@@ -341,7 +376,8 @@ def _figure(ranks: int, cuda: bool) -> go.Figure:
     figure.add_trace(go.Scatter(meta="predicted", name="predicted", showlegend=False, line=dashed), *SECONDS)
     figure.update_traces(mode="lines")
     for row, column in (LOSS, SPEED, SECONDS, MEMORY, WAITS):
-        figure.update_xaxes(title_text="step", title_standoff=4, rangemode="tozero", row=row, col=column)
+        axis = {"title_text": "step", "title_standoff": 4, "rangemode": "normal" if first_step else "tozero"}
+        figure.update_xaxes(axis, row=row, col=column)
     units = {
         LOSS: "nats per target token",
         SPEED: "target tokens/s",
@@ -404,7 +440,9 @@ def _differ(one: Any, other: Any) -> bool:
     )
 
 
-def _plain(value: Any) -> str:
+def _plain(name: str, value: Any) -> str:
+    if name == "chunk_bytes":
+        return size(value)
     if isinstance(value, list | tuple):  # activation modes, one a layer
         return ", ".join(f"{list(value).count(mode)} {mode}" for mode in dict.fromkeys(value))
     return str(value)

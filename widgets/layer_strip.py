@@ -7,7 +7,13 @@ import traitlets
 
 from slidedp.config import ACTIVATIONS
 
-COLORS = {"keep": "#0072B2", "partial": "#56B4E9", "recompute": "#E69F00", "offload": "#009E73"}
+COLORS = {
+    "keep": "#0072B2",
+    "partial": "#56B4E9",
+    "recompute": "#E69F00",
+    "offload": "#009E73",
+    "spill": "#CC79A7",
+}
 """Okabe and Ito. Modes differ in their letter too."""
 
 

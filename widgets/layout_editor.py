@@ -9,7 +9,7 @@ import pandas as pd
 import plotly.graph_objects as go
 import traitlets
 
-from slidedp.config import DELIVERIES, LANDINGS, REDUCTIONS, SCHEDULES, Config, Layout
+from slidedp.config import DELIVERIES, LANDINGS, REDUCTIONS, SCHEDULES, TRANSPORTS, Config, Layout
 from slidedp.errors import ConfigError
 from slidedp.policy.rates import Rates
 from slidedp.policy.step_time import Prediction, predict
@@ -82,6 +82,10 @@ class LayoutEditor(traitlets.HasTraits):
     def config(self) -> Config:
         """The config with this layout, for `launch`."""
         return self.plan.config
+
+    def seconds(self, layout: Layout) -> float:
+        """Predicted seconds of a step under any layout; `Dashboard(run, editor.seconds)` draws them."""
+        return predict(self._workload, self._rates, layout).step_seconds
 
     def _edited(self, _: object) -> None:
         """A control has moved."""
@@ -167,6 +171,7 @@ def _controls(layers: int) -> dict[str, ipywidgets.Widget]:
     return {
         "delivery": ipywidgets.Dropdown(options=DELIVERIES, description="delivery", **style),
         "reduction": ipywidgets.Dropdown(options=REDUCTIONS, description="reduction", **style),
+        "transport": ipywidgets.Dropdown(options=TRANSPORTS, description="transport", **style),
         "schedule": ipywidgets.Dropdown(options=SCHEDULES, description="schedule", **style),
         "landing": ipywidgets.Dropdown(options=LANDINGS, description="landing", **style),
         "chunk_mib": ipywidgets.SelectionSlider(options=CHUNKS_MIB, description="chunk (MiB)", **slow),

@@ -1,12 +1,16 @@
 """Memory as bars: the parts of a plan, what is free, and what was measured."""
 
 import html
+from itertools import cycle
 from typing import Any
 
 from slidedp.preflight import GIB
 
-PARTS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
-"""Okabe and Ito's colours and grey."""
+PARTS = (
+    "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999",
+    "#332288", "#882255", "#44AA99", "#DDCC77",
+)  # fmt: skip
+"""Okabe and Ito's colours and grey; then some of Tol's, for a plan of many parts."""
 
 
 def memory_bars(memory: dict[str, Any], ranks: int, measured: dict[str, float] | None = None) -> str:
@@ -39,7 +43,7 @@ def _bar(what: str, parts: dict[str, int], budget: int, measured: float | None) 
     longest = max(used, measured or 0.0)
     full = max(longest, budget) if longest > budget / 20 else 1.2 * longest
     cells, keys = [], []
-    for (name, nbytes), color in zip(parts.items(), [*PARTS, *PARTS], strict=False):
+    for (name, nbytes), color in zip(parts.items(), cycle(PARTS), strict=False):
         label = f"{html.escape(name)}: {size(nbytes)}"
         width = 100 * nbytes / full
         cells.append(f"<div title='{label}' style='width:{width:.3f}%;background:{color};height:18px'></div>")

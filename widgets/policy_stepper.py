@@ -20,6 +20,7 @@ SHOWN = 12
 """Candidates of a record that are drawn, the fastest first."""
 PREDICTED, BOUND, MEASURED = 0, 1, 2
 """Traces of the figure."""
+PAD = " style='text-align:left;padding-right:14px'"
 BLUE, ORANGE, GREY, BLACK = "#0072B2", "#E69F00", "#BBBBBB", "#000000"
 
 
@@ -171,7 +172,7 @@ def _figure() -> go.FigureWidget:
         legend_traceorder="normal",
     )
     figure.update_xaxes(title="seconds a step", rangemode="tozero")
-    figure.update_yaxes(categoryorder="array", automargin=True)
+    figure.update_yaxes(categoryorder="array", automargin=True, ticklabelstandoff=4)
     return full_width(figure)
 
 
@@ -213,8 +214,8 @@ def _table(record: Record, order: list[int]) -> str:
             waits,
         ]
         bold = " style='font-weight:bold'" if i == record.chosen else ""
-        rows.append(f"<tr{bold}>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
-    head = "".join(f"<th style='text-align:left;padding-right:12px'>{h}</th>" for h in heads)
+        rows.append(f"<tr{bold}>" + "".join(f"<td{PAD}>{html.escape(cell)}</td>" for cell in cells) + "</tr>")
+    head = "".join(f"<th{PAD}>{h}</th>" for h in heads)
     left = len(record.candidates) - len(order)
     more = f"<p>and {left} more</p>" if left else ""
     return f"<table style='line-height:1.5'><tr>{head}</tr>{''.join(rows)}</table>{more}"

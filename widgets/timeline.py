@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pandas as pd
 import plotly.graph_objects as go
 
-# Okabe and Ito; waits are grey, so that what is coloured is work.
+# Okabe and Ito, and an indigo of Tol; waits are grey, so that what is coloured is work.
 COLORS = {
     "forward": "#56B4E9",
     "head": "#CC79A7",
@@ -14,7 +14,7 @@ COLORS = {
     "gather": "#80CEB9",
     "fetch": "#F0E442",
     "reduce": "#E69F00",
-    "stash": "#F0E442",
+    "stash": "#332288",
     "update": "#D55E00",
     "load": "#882255",
     "write": "#AA4499",

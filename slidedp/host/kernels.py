@@ -35,8 +35,9 @@ _parallel = numba.njit(parallel=True, nogil=True, cache=True, error_model="numpy
 
 
 def set_threads(n: int) -> None:
-    """Use ``n`` threads in kernels called from this Python thread (others keep their own count)."""
-    numba.set_num_threads(n)
+    """Use ``n`` threads, or all there are, in kernels called from this Python thread (others keep their own
+    count)."""
+    numba.set_num_threads(min(n, numba.config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]
 
 
 @_inline

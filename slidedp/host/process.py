@@ -10,6 +10,10 @@ import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 
+import torch
+
+from slidedp.host import kernels
+
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 """Signals that mean a stop at the next step boundary. Jupyter, a terminal and most schedulers send them
 to all processes at once, but only the launcher may act on them."""
@@ -24,6 +28,17 @@ def die_with_parent() -> None:
     launcher = multiprocessing.parent_process()
     if launcher is not None and not launcher.is_alive():  # it died while we imported: no signal will come
         raise SystemExit(1)
+
+
+def share_cores(processes: int) -> None:
+    """Leaves torch and the kernels of this thread their share of the cores that `processes` compute on.
+
+    The kernels come first: when their threads start, OpenMP's count for the calling thread becomes theirs,
+    all cores, and torch goes by it. Ranks whose threads outnumber the cores wait for each other spinning.
+    """
+    threads = max(1, torch.get_num_threads() // processes)
+    kernels.set_threads(threads)
+    torch.set_num_threads(threads)
 
 
 def return_freed_memory() -> None:

@@ -109,8 +109,8 @@ class OptimizerWorker:
 
     def _use(self, layout: Layout, landing: Landing) -> None:
         self.layout, self.landing = layout, landing
-        size = self.state.dtype.itemsize
-        self._chunks = [chunks(u, layout.chunk_bytes, size, len(self.ranks)) for u in self.state.units]
+        cut = layout.chunk_bytes, self.state.dtype.itemsize, len(self.ranks), layout.vocabulary_pieces
+        self._chunks = [chunks(unit, *cut) for unit in self.state.units]
         self._on_gpu = layout.updated_on_gpu(len(self.state.units) - 2, self._frozen)
 
     def _begin_pass(self) -> None:

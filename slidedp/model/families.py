@@ -4,6 +4,7 @@ A template lives on the meta device and owns no memory: its parameters are repla
 slot at every call (`torch.func.functional_call`). All decoder layers share one template.
 """
 
+import copy
 import os
 from collections.abc import Callable
 from typing import Any
@@ -33,10 +34,17 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 LayerFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """(parameters, hidden, cos, sin, bounds) -> hidden and the router's logits; see
 `slidedp.model.documents.Positions` and `layer_function`."""
+LayerHalf = Callable[..., torch.Tensor]
+"""See `layer_halves`."""
 
 
-def load_config(model: str | PretrainedConfig) -> PretrainedConfig:
-    """The transformers config of a folder or hub id; refuses what cannot be trained, in one line."""
+def load_config(model: str | PretrainedConfig, positions: int | None = None) -> PretrainedConfig:
+    """The transformers config of a folder or hub id; refuses what cannot be trained, in one line. With
+    `positions`, a copy that has so many."""
+    if positions is not None:
+        changed: Any = copy.deepcopy(load_config(model))
+        changed.max_position_embeddings = positions
+        return changed
     if isinstance(model, str):
         remedy = "give a Hugging Face folder with a config.json, or a hub id"
         # What cannot be a hub id is refused at once: the hub's own refusal takes its time.
@@ -84,7 +92,8 @@ def skeleton(config: PretrainedConfig, sequence_length: int | None = None) -> An
     if sequence_length is not None and sequence_length > config.max_position_embeddings:
         raise ConfigError(
             f"sequence_length={sequence_length}: the model's positions end at "
-            f"{config.max_position_embeddings}; use at most that, or raise max_position_embeddings"
+            f"{config.max_position_embeddings}; use at most that, or set max_position_embeddings="
+            f"{sequence_length}, which trains positions that the model has never met"
         )
     return model
 
@@ -129,6 +138,39 @@ def layer_function(model: Any, attention: str = "sdpa", balanced: bool = False) 
         return hidden, logits if balanced else logits.detach()
 
     return layer
+
+
+def has_halves(config: Any) -> bool:
+    """Whether `layer_halves` make up the layer: not where routers are heard, nor with Gemma's four norms."""
+    return not hasattr(config, "num_experts") and not config.model_type.startswith("gemma")
+
+
+def layer_halves(model: Any) -> tuple[LayerHalf, LayerHalf]:
+    """The layer of `layer_function` (called first: it sets the attention) in two halves:
+    f(parameters, hidden, cos, sin, bounds) of norm, attention and residual, and f(parameters, hidden) of
+    norm, MLP and residual; for models that `has_halves`."""
+    template = model.model.layers[0]
+
+    def part(name: str, parameters: dict[str, torch.Tensor], *args: Any, **settings: Any) -> Any:
+        module, prefix = getattr(template, name), name + "."
+        own = {n.removeprefix(prefix): p for n, p in parameters.items() if n.startswith(prefix)}
+        return functional_call(module, own, args, settings)
+
+    def attention(
+        parameters: dict[str, torch.Tensor],
+        hidden: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        bounds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        normed = part("input_layernorm", parameters, hidden)
+        positions = {"position_embeddings": (cos, sin), "attention_mask": bounds}
+        return hidden + part("self_attn", parameters, hidden_states=normed, **positions)[0]
+
+    def mlp(parameters: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + part("mlp", parameters, part("post_attention_layernorm", parameters, hidden))
+
+    return attention, mlp
 
 
 def norm_function(model: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:

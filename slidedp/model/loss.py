@@ -58,13 +58,35 @@ def linear_cross_entropy(
         partial, signal = softmax(part @ weight.t(), labels, scale)
         loss += partial
         torch.mm(signal, weight, out=gradient[start : start + piece])
-        if hidden.is_cuda and hidden.dtype != torch.float32:
-            # The matrix product adds to the sum itself: a sum of its own would cost a sixth of its time.
-            arguments = weight_gradient, signal.t(), part
-            torch.addmm(*arguments, out_dtype=torch.float32, out=weight_gradient)
-        else:
-            weight_gradient += (signal.t() @ part).float()
+        add_product(weight_gradient, signal.t(), part)
     return loss, gradient
+
+
+def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Adds a @ b to `total`, FP32, whatever their dtype."""
+    if a.is_cuda and a.dtype != torch.float32:
+        # The matrix product adds to the sum itself: a sum of its own would cost a sixth of its time.
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total += (a @ b).float()
+
+
+def piece_statistics(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """logsumexp of logits [tokens, rows of a vocabulary's piece], and each token's target logit, 0 where
+    the target is in another piece (-1); both FP32 [tokens]."""
+    values = logits.float()
+    chosen = values.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    return values.logsumexp(1), torch.where(targets < 0, 0.0, chosen)
+
+
+def piece_gradient(
+    logits: torch.Tensor, targets: torch.Tensor, normalizer: torch.Tensor, valid: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """`softmax_gradient`'s part for one piece of the vocabulary, given the logsumexp over all of it, FP32
+    [tokens], and which tokens are targets; `targets` as for `piece_statistics`."""
+    one_hot = torch.arange(logits.shape[1], device=logits.device)[None] == targets[:, None]
+    gradient = (torch.exp(logits.float() - normalizer[:, None]) - one_hot.float()) * scale
+    return torch.where(valid[:, None], gradient, 0.0).to(logits.dtype)
 
 
 def summed_cross_entropy(

@@ -7,7 +7,7 @@ updated once.
 
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import torch
@@ -120,15 +120,39 @@ def frozen_units(units: tuple[Unit, ...]) -> frozenset[int]:
     return frozenset(unit.index for unit in units if unit.frozen)
 
 
-def chunks(unit: Unit, chunk_bytes: int, itemsize: int, ranks: int) -> list[tuple[int, int]]:
-    """Element ranges that a unit is transferred and updated in.
+def chunks(unit: Unit, chunk_bytes: int, itemsize: int, ranks: int, pieces: int = 1) -> list[tuple[int, int]]:
+    """Element ranges that a unit is transferred and updated in, none across two of its `pieces`.
 
     Every chunk but the last is a multiple of ranks × ALIGNMENT elements, so that the shards of a
     chunk are equal; the last one is padded in the GPU buffer's tail (`padded_numel`).
     """
     grain = ranks * ALIGNMENT
     size = max(grain, chunk_bytes // itemsize // grain * grain)
-    return [(start, min(start + size, unit.numel)) for start in range(0, unit.numel, size)]
+    return [
+        (start, min(start + size, stop))
+        for first, stop in pieces_of(unit, pieces, ranks)
+        for start in range(first, stop, size)
+    ]
+
+
+def vocabulary_matrix(unit: Unit) -> Parameter | None:
+    """The unit's matrix of one row per token of the vocabulary, if it has one: it comes first."""
+    first = unit.parameters[0]
+    return first if first.local in ("weight", "lm_head.weight") else None
+
+
+def pieces_of(unit: Unit, count: int, ranks: int) -> list[tuple[int, int]]:
+    """Element ranges that a unit with a vocabulary matrix is cut in: at most `count`, whole rows, on
+    multiples of ranks × ALIGNMENT elements; what follows the matrix belongs to the last one. Other
+    units are one piece."""
+    matrix = vocabulary_matrix(unit)
+    if matrix is None or count == 1:
+        return [(0, unit.numel)]
+    rows, width = matrix.shape
+    grain = ranks * ALIGNMENT
+    size = aligned(-(-rows // count), grain // gcd(grain, width)) * width
+    starts = range(0, rows * width, size)
+    return list(zip(starts, [*starts[1:], unit.numel], strict=True))
 
 
 def padded_numel(unit: Unit, ranks: int) -> int:

@@ -15,7 +15,7 @@ from slidedp.policy.rates import Rates, Workload
 from slidedp.policy.records import Candidate
 from slidedp.policy.step_time import predict
 from slidedp.policy.workload import workload_of
-from slidedp.preflight import Plan, under
+from slidedp.preflight import Plan, frugal, under
 
 GPU_SHARE = 0.92
 """Part of the free GPU memory that a layout may plan for: activations are estimates, and allocators
@@ -134,12 +134,15 @@ class Candidates:
         """The layout of the config with the transport that suits the machine, or the one next to it that
         takes least memory, if that is too much."""
         layout = dataclasses.replace(self.plan.config.layout, transport=self.plan.transport)
+        least = frugal(self.plan.model)
         smaller: list[dict[str, Any]] = [
             {},
             {"activations": "recompute"},
             {"activations": "offload"},
             {"window": 1, "gradient_slots": 1},
             {"reduction": "gpu", "landing": "ring", "gpu_updates": 0},
+            {"mlp_tile_tokens": least.mlp_tile_tokens},
+            {"vocabulary_pieces": least.vocabulary_pieces},
         ]
         for change in smaller:
             layout = dataclasses.replace(layout, **change)

@@ -69,7 +69,7 @@ def operations(
             continue
         unit = transfer.unit
         if isinstance(transfer, Deliver):
-            freed = leaves.take(unit, transfer.release)
+            freed = leaves.take(unit, int(transfer.release))  # whole: no unit is in pieces
             if order and freed < transfer.visit:
                 visit_until(freed)
             again = transfer.visit > visits.head

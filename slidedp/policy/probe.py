@@ -25,7 +25,7 @@ import torch.multiprocessing as mp
 from slidedp.config import Config
 from slidedp.errors import ConfigError
 from slidedp.host.memory import Segment
-from slidedp.host.process import die_with_parent
+from slidedp.host.process import die_with_parent, share_cores
 from slidedp.policy.measure_compute import PARTIAL_BUDGET, compute_seconds
 from slidedp.policy.measure_transfers import HostCopies, between_ranks, gpu_update
 from slidedp.policy.measure_worker import worker_rates
@@ -168,7 +168,7 @@ def _rank(rank: int, ranks: int, setup: Setup) -> dict[str, Any]:
     config, sizes = setup.planned.config, setup.sizes
     cuda = config.device == "cuda"
     if not cuda:
-        torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+        share_cores(ranks)
     device = Device(str(config.device), rank)
     if device.compute is not None:
         torch.cuda.set_stream(device.compute)

@@ -151,7 +151,7 @@ class Rates:
 
     def backward(self, mode: str, partial_budget: float) -> float:
         """Seconds of one layer's backward; `partial` between measured points by straight lines."""
-        if mode == "keep":
+        if mode in ("keep", "spill"):
             return self.backward_keep
         if mode != "partial":
             return self.backward_recompute

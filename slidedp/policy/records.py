@@ -45,7 +45,7 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One decision."""
+    """One decision: its question, what was considered, what was chosen and why."""
 
     stage: str
     """`route`, `update`, `buffers`, `activations`, `measure` or `final`."""
@@ -63,6 +63,7 @@ class Record:
 
     @property
     def choice(self) -> Candidate:
+        """The candidate that goes on."""
         return self.candidates[self.chosen]
 
     def to_dict(self) -> dict[str, Any]:
@@ -112,7 +113,9 @@ class Record:
     def _repr_html_(self) -> str:
         def row(cells: list[str], tag: str, bold: bool = False) -> str:
             style = " style='font-weight:bold'" if bold else ""
-            return f"<tr{style}>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells) + "</tr>"
+            left = " style='text-align:left'"  # the candidate's name; figures stand right
+            columns = [f"<{tag}{left * (i == 1)}>{html.escape(cell)}</{tag}>" for i, cell in enumerate(cells)]
+            return f"<tr{style}>{''.join(columns)}</tr>"
 
         rows = [row(cells, "td", i == self.chosen) for i, cells in enumerate(self._rows())]
         by = " <i>(overridden by the user)</i>" if self.overridden else ""

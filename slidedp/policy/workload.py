@@ -27,7 +27,7 @@ def workload_of(plan: Plan) -> Workload:
         tokens=tokens,
         itemsize=size,
         input_bytes=tokens * model.hidden_size * size,
-        kept_bytes=tokens * intermediates_per_token(model) * size,
+        kept_bytes=tokens * intermediates_per_token(config, model),
         layer_flops=tokens * (2.0 * active + attention),
         head_flops=6.0 * tokens * model.vocab_size * model.hidden_size,
     )

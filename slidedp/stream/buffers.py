@@ -3,9 +3,10 @@
 import torch
 
 from slidedp.config import Layout
-from slidedp.model.units import Unit, padded_numel
+from slidedp.model.units import ALIGNMENT, Unit, aligned, padded_numel, pieces_of
 from slidedp.stream.arena import Arena, block_bytes
 from slidedp.stream.device import Device, Signal
+from slidedp.stream.program import PIECE_SLOTS
 from slidedp.stream.transport import Receipt
 
 
@@ -68,13 +69,19 @@ class Buffers:
     ) -> None:
         shapes = buffer_numels(units, layout, ranks)
         self.last = len(units) - 1
-        edges = shapes["edge"] + shapes.get("tied_head", [])
-        slots, gradients = shapes["slots"] + edges, shapes["gradients"] + edges
-        pieces = [n * dtype.itemsize for n in slots] + [n * gradient_dtype.itemsize for n in gradients]
-        self.arena = Arena(device, block_bytes(pieces), layout.transport == "copy" and ranks > 1)
-        self._slots = [Slot(self.arena.take(n, dtype)) for n in slots]
-        self._gradients = [Buffer(self.arena.take(n, gradient_dtype)) for n in gradients]
-        self._edges = len(edges)
+        edges, pieces = shapes["edge"] + shapes.get("tied_head", []), shapes["pieces"]
+        slots, gradients = shapes["slots"] + edges + pieces, shapes["gradients"] + edges + pieces
+        sizes = [n * dtype.itemsize for n in slots] + [n * gradient_dtype.itemsize for n in gradients]
+        self.arena = Arena(device, block_bytes(sizes), layout.transport == "copy" and ranks > 1)
+        all_slots = [Slot(self.arena.take(n, dtype)) for n in slots]
+        all_gradients = [Buffer(self.arena.take(n, gradient_dtype)) for n in gradients]
+        self._edges, whole = len(edges), -len(pieces) or None
+        self._slots, self._gradients = all_slots[:whole], all_gradients[:whole]
+        self.piece_slots, self.piece_gradients = (
+            all_slots[len(self._slots) :],
+            all_gradients[len(self._gradients) :],
+        )
+        """Taken in turn by the pieces of embed and head; empty where these are whole."""
 
     def slot(self, unit: Unit) -> Slot:
         return self._slots[self._place(unit, len(self._slots))]
@@ -105,11 +112,22 @@ def buffer_numels(units: tuple[Unit, ...], layout: Layout, ranks: int) -> dict[s
     layer = max(padded_numel(unit, ranks) for unit in units[1:-1])
     embed, head = padded_numel(units[0], ranks), padded_numel(units[-1], ranks)
     layers = len(units) - 2
+    piece = _piece_numel(units, layout, ranks)
     shapes = {
         "slots": [layer] * min(layout.window, layers),
         "gradients": [layer] * min(layout.gradient_slots, layers),
-        "edge": [embed if is_tied(units) else max(embed, head)],
+        "edge": [0 if piece else embed if is_tied(units) else max(embed, head)],
+        "pieces": [piece] * PIECE_SLOTS if piece else [],
     }
     if is_tied(units):
         shapes["tied_head"] = [head]
     return shapes
+
+
+def _piece_numel(units: tuple[Unit, ...], layout: Layout, ranks: int) -> int:
+    """Elements of a buffer for pieces of embed and head; 0 where these are whole."""
+    cut = [pieces_of(unit, layout.vocabulary_pieces, ranks) for unit in (units[0], units[-1])]
+    if len(cut[0]) == 1:
+        return 0
+    with_matrix = cut[:1] if is_tied(units) else cut
+    return max(aligned(stop - start, ranks * ALIGNMENT) for pieces in with_matrix for start, stop in pieces)

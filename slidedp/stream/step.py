@@ -5,6 +5,7 @@ The compute thread (`Engine.step`) and the transfer thread meet only through sig
 and run ahead; on CUDA the waiting itself happens on the GPU, by events.
 """
 
+import functools
 import math
 import queue
 import threading
@@ -22,10 +23,11 @@ from slidedp.host.process import doing
 from slidedp.host.state import HostState
 from slidedp.model.documents import PositionsByKind
 from slidedp.model.experts import Experts, Routing
-from slidedp.model.families import LayerFunction
+from slidedp.model.families import LayerFunction, LayerHalf
 from slidedp.model.loss import SoftmaxGradient, linear_cross_entropy, summed_cross_entropy
+from slidedp.model.tiles import tiled
 from slidedp.model.units import Unit, chunks
-from slidedp.stream.activations import Activations, Keep, LayerCall, Offload, Parameters, Recompute
+from slidedp.stream.activations import Activations, Keep, LayerCall, Offload, Parameters, Recompute, Spill
 from slidedp.stream.buffers import Buffers, is_tied
 from slidedp.stream.delivery import Delivery, make_delivery
 from slidedp.stream.device import Abort, Device, HostCopy, on
@@ -43,11 +45,13 @@ from slidedp.stream.program import (
     transfers,
 )
 from slidedp.stream.reduction import Arrival, Reduction, Scattered, make_reduction
-from slidedp.stream.signals import Step
+from slidedp.stream.signals import Index, Step
+from slidedp.stream.spill import SpillStore
 from slidedp.stream.stash import ActivationStash
 from slidedp.stream.timeline import Timeline
 from slidedp.stream.transport import Collectives, Copies, Transport, staging_shape
 from slidedp.stream.update import ShardUpdate
+from slidedp.stream.vocabulary import PieceFunctions, Vocabulary
 
 
 class ModelFunctions(NamedTuple):
@@ -56,8 +60,16 @@ class ModelFunctions(NamedTuple):
     layer: LayerFunction
     partial: Callable[[float], LayerFunction]
     """The layer, compiled so that it keeps this fraction of its intermediates."""
+    attention: LayerHalf
+    """The layer's first half, for layers whose second half runs over tiles of tokens."""
+    partial_attention: Callable[[float], LayerHalf]
+    """The same as `partial`."""
+    mlp: LayerHalf
+    """The layer's second half."""
     norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     softmax: SoftmaxGradient
+    pieces: PieceFunctions
+    """Used in its place where the vocabulary is on the GPU in pieces."""
     kinds: tuple[str, ...]
     """The kind of each layer, by which `positions` differ."""
     positions: PositionsByKind
@@ -125,21 +137,28 @@ class Engine:
         self.modes = layout.activation_modes(layers)
         self.buffers = Buffers(device, self.units, layout, self.ranks, self.dtype, config.gradient_dtype)
         self.transport = self._make_transport()
+        self.vocabulary: Vocabulary | None = None
+        if self.buffers.piece_slots:
+            cut = self.units, layout, self.ranks, self.dtype
+            visit = functools.partial(_Visit, self)
+            self.vocabulary = Vocabulary(device, *cut, self.buffers, visit, functions.pieces)
         self.updates = ShardUpdate(
             device, config, layout, self.buffers, self.transport, state, gates, rank, self.ranks, abort
         )
         self.stash = ActivationStash(
             device, config, self.units[-1].parameters[-1].numel, self.modes, self.dtype
         )
+        self.spill = SpillStore(device)
         # A token's share of the mean: constant, so that no rank waits for the others' counts. The
         # worker rescales by the true global count of targets.
         tokens = config.micro_batch_size // self.ranks * config.sequence_length
         self._scale = 1.0 / tokens
-        partial = functions.partial(layout.partial_budget)
+        self._layer = self._layers("evaluation")[0]
+        calls = {mode: self._layers(mode) for mode in set(self.modes)}
         self._calls = {
-            unit + 1: self._call(unit, partial if mode == "partial" else functions.layer)
-            for unit, mode in enumerate(self.modes)
+            i + 1: tuple(self._call(i, layer) for layer in calls[mode]) for i, mode in enumerate(self.modes)
         }
+        """(forward's, backward's) call of each layer's function."""
         self.positions = functions.positions
         """Those of the batch that compute is at."""
         self.routing: Routing | None = None
@@ -167,6 +186,7 @@ class Engine:
                 self.abort.check()
         self.transport.close()
         self.stash.close()
+        self.spill.close()
 
     def _make_transport(self) -> Transport:
         device, rank, ranks = self.device, self.rank, self.ranks
@@ -200,12 +220,11 @@ class Engine:
         activations = [self._activations(step, unit) for unit in layers]
 
         embed, head = self.units[0], self.units[-1]
-        with _Visit(self, step, embed, self.visits.forward(0), "forward"):
-            matrix = self.buffers.parameters(embed)["weight"]
-            hidden = self._embedded(input_ids, matrix.detach())
+        hidden = self._embed(step, embed, input_ids)
         for unit, activation in zip(layers, activations, strict=True):
             with _Visit(self, step, unit, self.visits.forward(unit.index), "forward"):
-                hidden = activation.forward(self._calls[unit.index], self.buffers.parameters(unit), hidden)
+                call, _ = self._calls[unit.index]
+                hidden = activation.forward(call, self.buffers.parameters(unit), hidden)
         if self.routing is not None:
             step.signal("routed", 0).fire(self.device.compute)
         loss, gradient, tied_gradient = self._head(step, head, hidden, labels)
@@ -217,7 +236,8 @@ class Engine:
         for unit, activation in zip(layers[::-1], activations[::-1], strict=True):
             parameters = self.buffers.parameters(unit)
             with _Visit(self, step, unit, self.visits.backward(unit.index), "backward"):
-                gradient, *rest = activation.backward(self._calls[unit.index], parameters, gradient)
+                _, call = self._calls[unit.index]
+                gradient, *rest = activation.backward(call, parameters, gradient)
             if not unit.frozen:
                 self._submit(step, unit, dict(zip(parameters, rest, strict=True)))
         self._embed_backward(step, embed, input_ids, gradient, tied_gradient)
@@ -238,12 +258,13 @@ class Engine:
         step = Step(number, self.abort, Timeline(self.device), learns=False)
         self._steps.put(step)
         embed, *layers, head = self.units
-        with _Visit(self, step, embed, self.visits.forward(0), "forward"):
-            hidden = self._embedded(batch.input_ids, self.buffers.parameters(embed)["weight"])
+        hidden = self._embed(step, embed, batch.input_ids)
         for unit, kind in zip(layers, self.functions.kinds, strict=True):
             with _Visit(self, step, unit, self.visits.forward(unit.index), "forward"):
-                parameters = self.buffers.parameters(unit)
-                hidden, _ = self.functions.layer(parameters, hidden, *batch.positions[kind])
+                hidden, _ = self._layer(self.buffers.parameters(unit), hidden, *batch.positions[kind])
+        if self.vocabulary is not None:
+            norm = _Normed(self.functions.norm, hidden, self._tied_norm(step, head))
+            return self.vocabulary.loss(step, norm, batch.labels)
         with _Visit(self, step, head, self.visits.head, "head"):
             parameters = self.buffers.parameters(head)
             weight = self.buffers.parameters(embed)["weight"] if self.tied else parameters["lm_head.weight"]
@@ -251,9 +272,17 @@ class Engine:
             cap = self.functions.logit_cap
             return summed_cross_entropy(normed.flatten(0, 1), weight, batch.labels.flatten(), cap)
 
-    def _embedded(self, input_ids: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-        hidden, scale = functional.embedding(input_ids, matrix), self.functions.embedding_scale
-        return hidden if scale == 1 else hidden * scale
+    def _layers(self, mode: str) -> tuple[LayerFunction, LayerFunction]:
+        """The layer of forward, and the one that runs again for backward, where nobody reads its output."""
+        functions, layout, partial = self.functions, self.layout, mode == "partial"
+        if not layout.mlp_tile_tokens:
+            whole = functions.partial(layout.partial_budget) if partial else functions.layer
+            return whole, whole
+        attention = functions.partial_attention(layout.partial_budget) if partial else functions.attention
+        return (
+            tiled(attention, functions.mlp, layout.mlp_tile_tokens),
+            tiled(attention, functions.mlp, layout.mlp_tile_tokens, read=False),
+        )
 
     def _call(self, index: int, layer: LayerFunction) -> LayerCall:
         kind = self.functions.kinds[index]
@@ -272,15 +301,50 @@ class Engine:
             return Keep()
         if mode == "recompute":
             return Recompute()
+        if mode == "spill":
+            tables = self.positions[self.functions.kinds[unit.index - 1]]
+            return Spill(
+                self.spill.room,
+                lambda storages: self.spill.hold(step, unit, storages),
+                lambda: self.spill.returned(step, unit),
+                [table for table in tables if table is not None],
+            )
         return Offload(
             lambda hidden: self.stash.hold(step, unit, hidden), lambda: self.stash.returned(step, unit)
         )
+
+    def _embed(self, step: Step, embed: Unit, input_ids: torch.Tensor) -> torch.Tensor:
+        scale = self.functions.embedding_scale
+        if self.vocabulary is not None:
+            hidden = self.vocabulary.embed(step, input_ids)
+            return hidden if scale == 1 else hidden * scale
+        with _Visit(self, step, embed, self.visits.forward(0), "forward"):
+            hidden = functional.embedding(input_ids, self.buffers.parameters(embed)["weight"].detach())
+            return hidden if scale == 1 else hidden * scale
+
+    def _tied_norm(self, step: Step, head: Unit) -> torch.Tensor | None:
+        """A copy of the final norm's weight, where it is the whole head; else the last piece brings it."""
+        if not self.tied:
+            return None
+        with _Visit(self, step, head, self.visits.head, "head"):
+            return self.buffers.parameters(head)["norm.weight"].detach().clone()
+
+    def _head_in_pieces(
+        self, vocabulary: Vocabulary, step: Step, head: Unit, hidden: torch.Tensor, labels: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        norm = _Normed(self.functions.norm, hidden, self._tied_norm(step, head))
+        loss, gradient, of_norm = vocabulary.head(step, norm, norm.gradients, labels, self._scale)
+        if self.tied and not head.frozen:
+            self._submit(step, head, {"norm.weight": of_norm})
+        return loss, gradient, None
 
     def _head(
         self, step: Step, head: Unit, hidden: torch.Tensor, labels: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Forward and backward of the final norm and the loss. Returns the summed loss, the gradient
         of `hidden`, and the tied matrix's FP32 gradient, which waits for the embedding's part."""
+        if self.vocabulary is not None:
+            return self._head_in_pieces(self.vocabulary, step, head, hidden, labels)
         with _Visit(self, step, head, self.visits.head, "head"):
             parameters = self.buffers.parameters(head)
             matrix = self.buffers.parameters(self.units[0])["weight"] if self.tied else None
@@ -316,9 +380,12 @@ class Engine:
     ) -> None:
         if embed.frozen:
             return
-        rows = embed.parameters[0].shape[0]
         if self.functions.embedding_scale != 1:
             gradient = gradient * self.functions.embedding_scale
+        if self.vocabulary is not None:
+            self.vocabulary.embed_backward(step, input_ids, gradient, self.functions.padding_index)
+            return
+        rows = embed.parameters[0].shape[0]
         # The sorting kernel behind this is deterministic, unlike an atomic index_add.
         total = torch.ops.aten.embedding_dense_backward(
             gradient, input_ids, rows, self.functions.padding_index, False
@@ -346,6 +413,7 @@ class Engine:
         reduction = make_reduction(self.layout, device, transport, self.landing, rank, ranks, self.abort)
         norm = self.layout.schedule == "in_forward"
         kept = Scattered(device, transport, self.updates.gradient, rank, ranks, self.abort, norm)
+        pieces = self.vocabulary.count if self.vocabulary is not None else 1
         program = transfers(
             len(self.units) - 2,
             min(self.layout.window, len(self.units) - 2),
@@ -353,9 +421,11 @@ class Engine:
             self.tied,
             self.updates.indices,
             self.layout.schedule,
+            pieces,
+            not self.units[0].frozen,
             routed=self.functions.experts is not None,
         )
-        forward = evaluation(len(self.units) - 2, self.tied)
+        forward = evaluation(len(self.units) - 2, self.tied, pieces)
         while (step := self._steps.get()) is not None:
             for transfer in program if step.learns else forward:
                 if isinstance(transfer, Reduce) and self.units[transfer.unit].frozen:
@@ -368,24 +438,34 @@ class Engine:
                 if isinstance(transfer, Deliver):
                     self._deliver(step, unit, transfer, delivery)
                 elif isinstance(transfer, Reduce):
-                    self._reduce(step, unit, kept if unit.index in self.updates.indices else reduction)
+                    kind = kept if unit.index in self.updates.indices else reduction
+                    self._reduce(step, unit, kind, transfer.piece)
                 elif isinstance(transfer, Update):
                     self._update(step, unit)
                 elif isinstance(transfer, Balance):
                     self._balance(step)
-                elif isinstance(transfer, Stash):
-                    self.stash.to_host(step, unit)
-                elif isinstance(transfer, Fetch):
-                    self.stash.to_device(step, unit, step.signal("visited", self.visits.backward(unit.index)))
+                elif isinstance(transfer, Stash | Fetch):
+                    spilled = self.modes[unit.index - 1] == "spill"
+                    store: ActivationStash | SpillStore = self.spill if spilled else self.stash
+                    if isinstance(transfer, Stash):
+                        store.to_host(step, unit)
+                    else:
+                        store.to_device(step, unit, step.signal("visited", self.visits.backward(unit.index)))
             step.timeline.transferred = True
         self._landings.put(None)
         self._writes.put(None)
 
     def _chunks(self, unit: Unit) -> list[tuple[int, int]]:
-        return chunks(unit, self.layout.chunk_bytes, self.dtype.itemsize, self.ranks)
+        cut = self.dtype.itemsize, self.ranks, self.layout.vocabulary_pieces
+        return chunks(unit, self.layout.chunk_bytes, *cut)
 
     def _deliver(self, step: Step, unit: Unit, transfer: Deliver, delivery: Delivery) -> None:
         slot, forward = self.buffers.slot(unit), transfer.visit <= self.visits.head
+        memory, parts = slot.memory, self._chunks(unit)
+        if self.vocabulary is not None and transfer.piece is not None:
+            slot = self.vocabulary.slot(transfer.visit)
+            memory = self.vocabulary.slot_memory(unit, transfer.piece, transfer.visit)
+            parts = [part for _, part in self.vocabulary.chunks(unit, transfer.piece)]
         if forward and self.updates.is_fresh(unit):
             slot.free = step.signal("visited", transfer.release)
             gathers = self.transport.gathers
@@ -402,22 +482,28 @@ class Engine:
         slot.free = step.signal("visited", transfer.release)
         source = self.state.delivered(unit)
         with step.timeline.span("deliver", unit.name, "deliver", self.device.to_device, delivery.stream):
-            for start, stop in self._chunks(unit):
-                delivery.chunk(source, slot.memory, start, stop)
+            for start, stop in parts:
+                delivery.chunk(source, memory, start, stop)
         slot.read = self.transport.gathered()
         step.signal("delivered", transfer.visit).fire(delivery.stream)
 
-    def _reduce(self, step: Step, unit: Unit, reduction: Reduction) -> None:
-        buffer, reduces = self.buffers.gradient(unit), self.transport.reduces
-        complete = step.signal("gradient", unit.index)
+    def _reduce(self, step: Step, unit: Unit, reduction: Reduction, piece: int | None) -> None:
+        index: Index = unit.index
+        buffer, parts = self.buffers.gradient(unit), list(enumerate(self._chunks(unit)))
+        gradient, reduces = buffer.memory, self.transport.reduces
+        if self.vocabulary is not None and piece is not None:
+            index, buffer = (unit.index, piece), self.vocabulary.gradient(unit, piece)
+            gradient = self.vocabulary.gradient_memory(unit, piece)
+            parts = self.vocabulary.chunks(unit, piece)
+        complete = step.signal("gradient", index)
         complete.wait(reduces)
         complete.wait(self.device.to_host)
         stays = unit.index in self.updates.indices
         if not stays:
             self.gates.wait_consumed(*self.landing.plan.previous(unit, step.number))
         with step.timeline.span("reduce", unit.name, "reduce", reduces, self.device.to_host):
-            for i, (start, stop) in enumerate(self._chunks(unit)):
-                arrival = reduction.chunk(unit, buffer.memory, start, stop)
+            for i, (start, stop) in parts:
+                arrival = reduction.chunk(unit, gradient, start, stop)
                 if stays:
                     self.updates.landed(unit, start, arrival.done)
                 if not stays or self.layout.schedule == "in_forward":
@@ -426,7 +512,7 @@ class Engine:
         if self.device.to_host is not None and reduces is not None:
             self.device.to_host.wait_stream(reduces)
         buffer.read = self.transport.reduced()
-        step.signal("reduced", unit.index).fire(self.device.to_host)
+        step.signal("reduced", index).fire(self.device.to_host)
 
     def _balance(self, step: Step) -> None:
         assert step.routing is not None
@@ -451,19 +537,44 @@ class Engine:
             self.gates.send(message)
 
 
+class _Normed:
+    """The final norm of `hidden`, whose weight may come later; and its gradients."""
+
+    def __init__(
+        self,
+        norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        hidden: torch.Tensor,
+        weight: torch.Tensor | None,
+    ) -> None:
+        self._norm, self._hidden, self._weight = norm, hidden.detach().requires_grad_(), weight
+
+    def __call__(self, weight: torch.Tensor | None) -> torch.Tensor:
+        given = self._weight if weight is None else weight
+        assert given is not None
+        self._weight = given.requires_grad_()
+        with torch.enable_grad():
+            self._output = self._norm(self._weight, self._hidden)
+        return self._output.detach()
+
+    def gradients(self, upstream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of hidden and weight."""
+        assert self._weight is not None
+        entries = [self._hidden, self._weight]
+        of_hidden, of_weight = torch.autograd.grad(self._output, entries, upstream.view_as(self._output))
+        return of_hidden, of_weight
+
+
 class _Visit:
     """Compute on one unit: waits for its delivery, and fires `visited` when its slot may go."""
 
-    def __init__(self, engine: Engine, step: Step, unit: Unit, visit: int, phase: str) -> None:
+    def __init__(self, engine: Engine, step: Step, unit: Unit, visit: float, phase: str) -> None:
         self._engine, self._step, self._unit = engine, step, unit
         self._visit, self._phase = visit, phase
 
     def __enter__(self) -> None:
         engine, step = self._engine, self._step
-        stayed = (
-            self._visit > engine.visits.head
-            and self._unit.index > engine.visits.layers - engine.layout.window
-        )
+        resident = max(0, engine.visits.layers - engine.layout.window)  # layers above this stay
+        stayed = self._visit > engine.visits.head and self._unit.index > resident
         if not stayed:
             doing["compute"] = (step.number, self._unit.name, "wait delivery")
             with step.timeline.span("compute", self._unit.name, "wait delivery"):

@@ -23,10 +23,8 @@ def staging_shape(units: tuple[Unit, ...], layout: Layout, ranks: int, itemsize:
     """[ranks, n] elements that `Copies` needs to sum the largest chunk's parts on any rank."""
     if layout.reduction == "cpu":
         return ranks, 0
-    pieces = [
-        stop - start for unit in units for start, stop in chunks(unit, layout.chunk_bytes, itemsize, ranks)
-    ]
-    most = max(pieces)
+    cut = layout.chunk_bytes, itemsize, ranks, layout.vocabulary_pieces
+    most = max(stop - start for unit in units for start, stop in chunks(unit, *cut))
     return ranks, shard(0, most, 0, ranks)[1] if layout.reduction == "gpu" else most
 
 

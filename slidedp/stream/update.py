@@ -40,7 +40,8 @@ class _Entry:
 def update_numels(units: tuple[Unit, ...], layout: Layout, ranks: int, itemsize: int) -> tuple[int, int]:
     """(elements of all ring buffers, elements of the waiting gradients) on one rank."""
     here = [units[i] for i in layout.updated_on_gpu(len(units) - 2, frozen_units(units))]
-    pieces = [stop - start for u in here for start, stop in chunks(u, layout.chunk_bytes, itemsize, ranks)]
+    cut = layout.chunk_bytes, itemsize, ranks, layout.vocabulary_pieces
+    pieces = [stop - start for u in here for start, stop in chunks(u, *cut)]
     share = max((shard(0, piece, 0, ranks)[1] for piece in pieces), default=0)
     return min(layout.update_slots, len(pieces)) * share, sum(padded_numel(u, ranks) // ranks for u in here)
 
@@ -67,10 +68,12 @@ class ShardUpdate:
         self._state, self._gates, self._abort = state, gates, abort
         self._rank, self._ranks = rank, ranks
         self.indices = layout.updated_on_gpu(len(state.units) - 2, frozen_units(state.units))
-        self._in_slot = range(min(layout.window, len(state.units) - 2) + 1)
+        # An embedding in pieces has no slot of its own.
+        self._in_slot = range(int(layout.vocabulary_pieces > 1), min(layout.window, len(state.units) - 2) + 1)
         order = sorted(self.indices, reverse=layout.schedule == "in_backward")
         itemsize = state.dtype.itemsize
-        self._chunks = {i: chunks(state.units[i], layout.chunk_bytes, itemsize, ranks) for i in order}
+        cut = layout.chunk_bytes, itemsize, ranks, layout.vocabulary_pieces
+        self._chunks = {i: chunks(state.units[i], *cut) for i in order}
         self._gradients = {
             i: device.zeros(padded_numel(state.units[i], ranks) // ranks, config.gradient_dtype)
             for i in order

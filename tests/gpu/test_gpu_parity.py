@@ -13,7 +13,13 @@ from slidedp.session import launch
 from tests import reference
 from tests.pool import small_model
 
-MIXES = ("recompute", "keep", "offload", ("keep", "offload", "recompute", "offload", "keep"))
+MIXES = (
+    "recompute",
+    "keep",
+    "offload",
+    "spill",
+    ("keep", "spill", "recompute", "offload", "spill"),
+)
 
 
 def layouts(schedule: str) -> list[Layout]:
@@ -25,7 +31,9 @@ def layouts(schedule: str) -> list[Layout]:
             chunk_bytes=(4096, 16384, 2**20)[i % 3],
             window=1 + i % 5,
             gradient_slots=1 + i % 3,
-            activations=MIXES[i % 4],
+            activations=MIXES[i % 5],
+            mlp_tile_tokens=(0, 20, 0, 1000)[i % 4],
+            vocabulary_pieces=(1, 3, 4)[i % 3],
             schedule=schedule,
             gpu_updates=(2, 4, 7)[i % 3] if reduction == "gpu" else 0,
             update_slots=1 + 2 * (i % 3),

@@ -6,7 +6,7 @@ from math import prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slidedp.model.units import ALIGNMENT, Unit, _unit, chunks, padded_numel, shard
+from slidedp.model.units import ALIGNMENT, Unit, _unit, chunks, padded_numel, pieces_of, shard
 
 shapes = st.lists(st.lists(st.integers(1, 70), min_size=1, max_size=3).map(tuple), min_size=1, max_size=12)
 
@@ -44,3 +44,28 @@ def test_chunks_tile_a_unit_and_shards_tile_a_chunk(drawn, chunk_bytes, itemsize
         # On the host: all of the chunk, once, and nothing beyond it.
         covered = [i for first, _, host_last in shards for i in range(first, host_last)]
         assert covered == list(range(start, stop))
+
+
+@given(
+    st.integers(1, 300), st.integers(1, 70), st.integers(1, 9), st.integers(4096, 2**16),
+    st.sampled_from([2, 4]), st.integers(1, 9), st.booleans(),
+)  # fmt: skip
+def test_pieces_are_whole_rows_and_whole_chunks(rows, width, count, chunk_bytes, itemsize, ranks, tail):
+    tensors = {"lm_head.weight": ("lm_head.weight", (rows, width))}
+    if tail:
+        tensors["norm.weight"] = ("model.norm.weight", (width,))
+    unit = _unit(0, "head", tensors)
+    parts = pieces_of(unit, count, ranks)
+    assert 1 <= len(parts) <= count
+    assert [start for start, _ in parts] == [0, *(stop for _, stop in parts[:-1])]
+    assert parts[-1][1] == unit.numel
+    for start, _ in parts:
+        assert start % (ranks * ALIGNMENT) == 0 and start % width == 0 and start < rows * width
+    cut = chunks(unit, chunk_bytes, itemsize, ranks, count)
+    assert [start for start, _ in cut] == [0, *(stop for _, stop in cut[:-1])] and cut[-1][1] == unit.numel
+    assert {start for start, _ in parts} <= {start for start, _ in cut}
+    for start, stop in cut[:-1]:
+        assert (stop - start) % (ranks * ALIGNMENT) == 0
+    assert pieces_of(_unit(0, "layer", {"mlp.up": ("up", (rows, width))}), count, ranks) == [
+        (0, _unit(0, "layer", {"mlp.up": ("up", (rows, width))}).numel)
+    ]

@@ -88,6 +88,10 @@ def config(
     )
 
 
+SAME_BITS = {"mlp_tile_tokens": 0, "vocabulary_pieces": 1}
+"""Of a layout that adds numbers up as every other one does."""
+
+
 def some_layout(random: Random, route: tuple[str, str], **fixed: Any) -> Layout:
     """A layout of this route; what is not fixed is drawn."""
     settings: dict[str, Any] = {
@@ -101,6 +105,9 @@ def some_layout(random: Random, route: tuple[str, str], **fixed: Any) -> Layout:
     }
     if route[1] == "gpu":
         settings |= {"gpu_updates": random.randint(0, LAYERS + 2), "update_slots": random.randint(1, 9)}
+    # A rank's tokens are 48 or fewer: one at a time, tiles with a rest, one for all.
+    settings["mlp_tile_tokens"] = random.choice((0, 0, 1, 7, 16, 100))
+    settings["vocabulary_pieces"] = random.choice((1, 1, 2, 3, 7))
     return Layout(delivery=route[0], reduction=route[1], **settings | fixed)
 
 

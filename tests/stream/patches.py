@@ -22,9 +22,11 @@ from slidedp.stream.arena import HostPeers
 from slidedp.stream.device import Abort, Signal
 from slidedp.stream.gates import Gates
 from slidedp.stream.signals import Step
+from slidedp.stream.spill import SpillStore, offsets
 from slidedp.stream.stash import ActivationStash
 from slidedp.stream.step import Engine
 from slidedp.stream.update import ShardUpdate
+from slidedp.stream.vocabulary import Vocabulary
 from tests.pool import replaced
 
 PAUSE = 0.03
@@ -93,6 +95,26 @@ def _on_a_thread(to_host: Callable) -> Callable:
     return enqueued
 
 
+def _spilling_on_a_thread(to_host: Callable) -> Callable:
+    """`SpillStore.to_host` as a GPU does it."""
+
+    def enqueued(store: SpillStore, at: Step, unit: Any) -> None:
+        at.signal("held", unit.index).wait(None)
+        storages = store._held.pop(unit.index)
+        starts = offsets(storages)
+        memory = store._place(unit, starts[-1])
+
+        def later() -> None:
+            time.sleep(PAUSE)
+            for start, storage in zip(starts, storages, strict=False):
+                memory[start : start + storage.numel()].copy_(storage)
+            at.signal("stashed", unit.index).fire(None)
+
+        threading.Thread(target=later, daemon=True).start()
+
+    return enqueued
+
+
 def _writing_on_a_thread(update: Callable) -> Callable:
     """`ShardUpdate.update` as a GPU does it: the rank's share reaches the host some time later."""
 
@@ -146,6 +168,21 @@ def _taking_all_offers(wait: Callable) -> Callable:
             wait(copies, kind, *rest)
 
     return careless
+
+
+def _without_free_pieces(attribute: str) -> Wrap:
+    """A method of an engine, or of its vocabulary, that takes all slots or gradient buffers of pieces as
+    never used before."""
+
+    def wrap(function: Callable) -> Callable:
+        def careless(owner: Any, *rest: Any) -> Any:
+            for buffer in getattr(getattr(owner, "vocabulary", owner), attribute):
+                buffer.free = None
+            return function(owner, *rest)
+
+        return careless
+
+    return wrap
 
 
 def _without_free_ring(hold: Callable) -> Callable:
@@ -242,6 +279,7 @@ PATCHES: dict[str, tuple[Any, Any, str, Wrap]] = {
     "no wait for all writes": (None, OptimizerWorker, "handle", _first_write_is_enough),
     "slow stash": ("all", ActivationStash, "to_host", _pausing()),
     "stash on a thread": ("all", ActivationStash, "to_host", _on_a_thread),
+    "spill on a thread": ("all", SpillStore, "to_host", _spilling_on_a_thread),
     "no wait for published": ("all", Gates, "wait_published", _at_once),
     "no wait for consumed": ("all", Gates, "wait_consumed", _at_once),
     "no wait for all ranks": (None, OptimizerWorker, "_landed", _first_arrival_is_enough),
@@ -250,6 +288,8 @@ PATCHES: dict[str, tuple[Any, Any, str, Wrap]] = {
     "no wait for others' reading": ("all", transport._Read, "wait", _at_once),
     "no wait for others' offers": ("all", transport.Copies, "_wait", _taking_all_offers),
     "no wait for gradient buffer": ("all", Engine, "_submit", _without_free("gradient")),
+    "no wait for piece slot": ("all", Engine, "_deliver", _without_free_pieces("_slots")),
+    "no wait for piece buffer": ("all", Vocabulary, "_submit", _without_free_pieces("_gradients")),
     "no wait for delivered": ("all", Step, "signal", _never_waiting("delivered", "MainThread")),
     "no wait for gradient": ("all", Step, "signal", _never_waiting("gradient", "slidedp-transfer")),
     "no wait for outgoing ring": ("all", ActivationStash, "hold", _without_free_ring),
@@ -277,6 +317,8 @@ HAND_OVERS: tuple[tuple[Any, str], ...] = (
     (step._Visit, "__exit__"),
     (ActivationStash, "to_host"),
     (ActivationStash, "to_device"),
+    (SpillStore, "to_host"),
+    (SpillStore, "to_device"),
     (OptimizerWorker, "handle"),
     (OptimizerWorker, "update_one"),
     (OptimizerWorker, "_send"),  # publish

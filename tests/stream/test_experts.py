@@ -31,7 +31,7 @@ KINDS = ("qwen3_moe", "olmoe")
 )
 def test_training_is_that_of_one_expert_after_another(kind, ranks, route, coefficient, passes):
     """With the experts' balance as a part of the loss, and without."""
-    layout = some_layout(Random(route), ROUTES[route], gpu_updates=0)
+    layout = some_layout(Random(route), ROUTES[route], gpu_updates=0, mlp_tile_tokens=0)
     run = config(layout, kind=kind, tied=kind == "olmoe", clip_norm=1.4, steps=8)
     run = replace(run, router_aux_loss_coef=coefficient, gradient_accumulation=passes)
     outcome = pool(ranks).run(run)
@@ -43,7 +43,7 @@ def test_training_is_that_of_one_expert_after_another(kind, ranks, route, coeffi
 
 
 def test_tokens_of_experts_are_counted_over_all_ranks():
-    run = config(some_layout(Random(0), ROUTES[4]), kind="olmoe", steps=2)
+    run = config(some_layout(Random(0), ROUTES[4], mlp_tile_tokens=0), kind="olmoe", steps=2)
     outcome = pool(2).run(run)
     known = Samples(run.data.path)
     rows = Order(known.count, run.batch_size, run.seed).step(1)

@@ -6,13 +6,15 @@ from random import Random
 import pytest
 import torch
 
-from slidedp.config import Data
+from slidedp.config import Data, Layout
+from slidedp.errors import ConfigError
 from slidedp.host.state import HostState
 from slidedp.model.documents import within_window
 from slidedp.model.families import load_config, skeleton
 from slidedp.model.load import fill_random
 from slidedp.model.loss import linear_cross_entropy, summed_cross_entropy
 from slidedp.model.units import units_of
+from slidedp.preflight import plan
 from tests.pool import pool
 from tests.stream.cases import ROUTES, config, expected, some_layout
 from tests.stream.test_documents import bounded as bounded  # a fixture
@@ -22,7 +24,7 @@ from tests.stream.test_parity import assert_parity
 
 @pytest.mark.parametrize(("ranks", "tied", "separate"), [(1, False, False), (2, True, True)])
 def test_gemma_trains_and_is_evaluated_as_in_transformers(bounded, ranks, tied, separate):
-    layout = some_layout(Random(ranks), ROUTES[4 * ranks - 1])
+    layout = some_layout(Random(ranks), ROUTES[4 * ranks - 1], mlp_tile_tokens=0, vocabulary_pieces=1)
     run = config(layout, kind="gemma3_text", tied=tied, clip_norm=1.4, steps=STEPS, eval_every=EVERY)
     data = bounded if separate else run.data.path
     run = replace(run, data=Data(path=data, eval_fraction=FRACTION))
@@ -32,11 +34,18 @@ def test_gemma_trains_and_is_evaluated_as_in_transformers(bounded, ranks, tied, 
     assert outcome.losses()[0] == pytest.approx(expected(run).losses[0], rel=1e-6)
 
 
+@pytest.mark.parametrize(("field", "value"), [("mlp_tile_tokens", 7), ("vocabulary_pieces", 2)])
+def test_layouts_that_gemma_does_not_allow_are_refused(field, value):
+    run = config(Layout(**{field: value}), kind="gemma3_text", ranks=1)
+    with pytest.raises(ConfigError, match=rf"layout\.{field}={value}: "):
+        plan(run).check()
+
+
 def test_random_weights_are_those_of_transformers():
-    plan = load_config(config(some_layout(Random(0), ROUTES[0]), kind="gemma3_text").model)
-    state = HostState(units_of(skeleton(plan)), torch.float32)
+    shape = load_config(config(some_layout(Random(0), ROUTES[0]), kind="gemma3_text").model)
+    state = HostState(units_of(skeleton(shape)), torch.float32)
     try:
-        fill_random(state, plan, seed=0)
+        fill_random(state, shape, seed=0)
         units = {unit.name: unit for unit in state.units}
         for name, parameter in [("layers.0", "q_norm"), ("layers.4", "pre_feedforward"), ("head", "norm")]:
             found = next(p for p in units[name].parameters if parameter in p.name)

@@ -22,7 +22,9 @@ def layout(delivery="replicated", reduction="gpu", **settings) -> Layout:
 
 def run(wanted: Layout, names: tuple[str, ...] = (), *, record: bool = False, dtype="float32") -> Outcome:
     clip = 0.5 if wanted.schedule == "in_forward" else None
-    case = config(wanted, steps=STEPS, clip_norm=clip, compute_dtype=dtype)
+    # Pieces of an untied embedding's gradient follow one another at once.
+    tied = wanted.vocabulary_pieces == 1
+    case = config(wanted, tied=tied, steps=STEPS, clip_norm=clip, compute_dtype=dtype)
     arguments = {"names": names, "record": record}
     return pool(2).run(case, patch="tests.stream.patches.apply", patch_arguments=arguments)
 
@@ -51,12 +53,15 @@ GATES = {
     "gradient buffer": (layout(gradient_slots=1, window=5), "slow reductions"),
     "delivered": (layout("broadcast"), "slow deliveries"),
     "gradient": (layout(reduction="gpu_root"), "slow visits"),
+    "piece slot": (layout(vocabulary_pieces=4, window=5), "slow visits"),
+    "piece buffer": (layout(vocabulary_pieces=4, window=5, gradient_slots=3), "slow reductions"),
     "outgoing ring": (layout(activations=OFFLOADED, window=5), "slow stash"),
     "stashed": (layout(activations=OFFLOADED, window=5), "stash on a thread"),
 }
 # Among several chunks, each waits for the other rank's offer of the one before.
 WHOLE_UNITS = {"transport": "copy", "chunk_bytes": 2**20}
 MORE = [
+    ("stashed", layout(activations=("spill",) * LAYERS, window=5), "spill on a thread"),
     ("others' offers", layout("sharded", "cpu", transport="copy"), "slow deliveries of rank 0"),
     ("others' offers", layout(transport="copy"), "slow reductions of rank 1"),
     ("others' offers", layout(transport="copy", gpu_updates=3), "slow updates of rank 1"),
@@ -69,7 +74,7 @@ MORE = [
     ("all ranks", layout(reduction="cpu", schedule="in_backward"), "slow reductions of rank 1"),
 ]
 CASES = [*((gate, *case) for gate, case in GATES.items()), *MORE]
-IDS = [f"{gate}-{at.delivery}-{at.reduction}-{at.schedule}" for gate, at, _ in CASES]
+IDS = [f"{gate}-{at.delivery}-{at.reduction}-{at.schedule}-{delay}" for gate, at, delay in CASES]
 
 
 @pytest.mark.parametrize(("gate", "wanted", "delay"), CASES, ids=IDS)

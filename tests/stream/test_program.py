@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from slidedp.config import ACTIVATIONS, SCHEDULES, Layout
 from slidedp.stream.program import (
     FETCH_AHEAD,
+    PIECE_SLOTS,
     Balance,
     Deliver,
     Fetch,
@@ -14,25 +15,30 @@ from slidedp.stream.program import (
     Stash,
     Update,
     Visits,
+    evaluation,
+    piece_visits,
     transfers,
 )
 from slidedp.stream.stash import OUTGOING
 
+AWAY = ("offload", "spill")
+"""Modes that move something to the host."""
 STEPS = 3
 """Steps that a simulation runs: buffers are handed on from one step to the next."""
 
 
 @st.composite
 def programs(draw):
-    """(layers, window, modes, tied, gradient_slots, units updated on the GPU, schedule, whether layers choose
-    experts); the window is at most the layers, as in Engine."""
+    """(layers, window, modes, tied, gradient_slots, units updated on the GPU, schedule, pieces, whether
+    layers choose experts); the window is at most the layers, as in Engine."""
     layers = draw(st.integers(1, 6))
     window = min(layers, draw(st.integers(1, 7)))
     modes = tuple(draw(st.lists(st.sampled_from(ACTIVATIONS), min_size=layers, max_size=layers)))
     on_gpu = Layout(window=window, gpu_updates=draw(st.integers(0, layers + 2))).updated_on_gpu(layers)
     schedule = draw(st.sampled_from(SCHEDULES))
+    pieces = draw(st.sampled_from([1, 1, 2, 3, 5]))
     tied, slots, routed = draw(st.booleans()), draw(st.integers(1, 3)), draw(st.booleans())
-    return layers, window, modes, tied, slots, on_gpu, schedule, routed
+    return layers, window, modes, tied, slots, on_gpu, schedule, pieces, routed
 
 
 def slot_of(unit: int, layers: int, window: int, tied: bool) -> str:
@@ -95,17 +101,23 @@ class Simulation:
         gradient_slots,
         on_gpu=frozenset(),
         schedule="in_forward",
+        pieces=1,
         routed=True,
     ):
         self.layers, self.window, self.modes, self.tied, self.routed = layers, window, modes, tied, routed
         self.gradient_slots, self.on_gpu, self.schedule = gradient_slots, on_gpu, schedule
+        self.pieces = pieces
         self.fresh: set[int] = set()
+        # A piece's slot and gradient buffer, as Vocabulary shares them out: in turn.
+        some = piece_visits(layers, pieces, tied) if pieces > 1 else ()
+        self.turn = {at.visit: i % PIECE_SLOTS for i, at in enumerate(at for part in some for at in part)}
         self.visits = Visits(layers)
         self.fired: set[tuple] = set()
         self.content: dict[str, int] = {}
         self.slot_free: dict[str, tuple] = {}
         self.gradient_free: dict[str, tuple] = {}
-        self.out, self.back = Ring(OUTGOING), Ring(FETCH_AHEAD)
+        self.out = {mode: Ring(OUTGOING) for mode in AWAY}
+        self.back = {mode: Ring(FETCH_AHEAD) for mode in AWAY}
         self.reading: dict[str, int] = {}  # slot -> unit that a visit is reading now
         self.waiting: dict[str, tuple | None] = {}
 
@@ -114,14 +126,20 @@ class Simulation:
             self.fired.add((step, "put", 0))
             for visit, units in visits_of(self.layers, self.tied):
                 unit = units[0]
-                offload = 1 <= unit <= self.layers and self.modes[unit - 1] == "offload"
+                if self.pieces > 1 and unit in (0, self.visits.head):
+                    yield from self.in_pieces(step, unit)
+                    if unit and self.routed:
+                        yield (step, "balanced", 0)
+                    continue
+                mode = self.modes[unit - 1] if 1 <= unit <= self.layers else None
+                offload = mode in AWAY
                 backward = visit > self.visits.head
                 if not (backward and stays(visit, unit, self.layers, self.window)):
                     yield (step, "delivered", visit)
                 slots = {slot_of(u, self.layers, self.window, self.tied): u for u in units}
                 self.reading |= slots
                 if offload and not backward:
-                    before = self.out.take((step, "stashed", unit))
+                    before = self.out[mode].take((step, "stashed", unit))
                     if before is not None:
                         yield before
                     self.fired.add((step, "held", unit))
@@ -138,7 +156,45 @@ class Simulation:
                     yield from self.submit(step, unit)
                 if visit == self.visits.head and self.routed:
                     yield (step, "balanced", 0)
-            yield from self.submit(step, 0)
+            if self.pieces > 1:
+                for at in piece_visits(self.layers, self.pieces, self.tied)[2]:
+                    if self.tied:
+                        yield from self.visit_piece(step, at)
+                    yield from self.submit_piece(step, at)
+            else:
+                yield from self.submit(step, 0)
+
+    def in_pieces(self, step, unit):
+        """Forward of embed, or the head, as slidedp.stream.vocabulary goes through them."""
+        forward, head, _ = piece_visits(self.layers, self.pieces, self.tied)
+        if unit and self.tied:
+            yield (step, "delivered", self.visits.head)
+            self.fired.add((step, "visited", self.visits.head))
+        for i, at in enumerate(head if unit else forward):
+            yield from self.visit_piece(step, at)
+            if unit and not self.tied and i >= self.pieces - 1:
+                yield from self.submit_piece(step, at)
+        if unit and self.tied:
+            yield from self.submit(step, unit)
+
+    def visit_piece(self, step, at):
+        slot = f"piece {self.turn[at.visit]}"
+        yield (step, "delivered", at.visit)
+        self.reading[slot] = at
+        yield None
+        assert self.content[slot] == at[:2], f"{at} reads {self.content[slot]}"
+        del self.reading[slot]
+        self.fired.add((step, "visited", at.visit))
+
+    def piece_gradient(self, unit, piece):
+        return f"piece {((self.pieces if unit == 0 and not self.tied else 0) + piece) % PIECE_SLOTS}"
+
+    def submit_piece(self, step, at):
+        buffer = self.piece_gradient(at.unit, at.piece)
+        if buffer in self.gradient_free:
+            yield self.gradient_free[buffer]
+        self.gradient_free[buffer] = (step, "reduced", (at.unit, at.piece))
+        self.fired.add((step, "gradient", (at.unit, at.piece)))
 
     def submit(self, step, unit):
         buffer = gradient_of(unit, self.layers, self.gradient_slots, self.tied)
@@ -150,8 +206,19 @@ class Simulation:
 
     def transfer(self):
         program = transfers(
-            self.layers, self.window, self.modes, self.tied, self.on_gpu, self.schedule, self.routed
+            self.layers,
+            self.window,
+            self.modes,
+            self.tied,
+            self.on_gpu,
+            self.schedule,
+            self.pieces,
+            routed=self.routed,
         )
+        in_slots = range(int(self.pieces > 1), self.window + 1)  # units that are updated where they compute
+        last = {u: u for u in range(self.layers + 2)}  # whose reduction is a unit's last
+        if self.pieces > 1:
+            last |= {u: (u, self.pieces - 1) for u in ((0,) if self.tied else (0, self.layers + 1))}
         for step in range(STEPS):
             yield (step, "put", 0)
             for item in program:
@@ -159,12 +226,12 @@ class Simulation:
                     continue  # waits on the GPU only
                 if isinstance(item, Update):
                     slot = slot_of(item.unit, self.layers, self.window, self.tied)
-                    if item.unit <= self.window:
+                    if item.unit in in_slots:
                         yield self.slot_free[slot]
                         assert slot not in self.reading, f"{item} while unit {self.reading[slot]} is read"
                         self.content[slot] = item.unit
                         self.fresh.add(item.unit)
-                    yield (step, "reduced", item.unit)
+                    yield (step, "reduced", last[item.unit])
                 elif isinstance(item, Deliver) and item.visit <= self.visits.head and item.unit in self.fresh:
                     slot = slot_of(item.unit, self.layers, self.window, self.tied)
                     assert self.content[slot] == item.unit, f"{item} finds unit {self.content[slot]}"
@@ -174,17 +241,20 @@ class Simulation:
                     if item.visit <= self.visits.head and step > 0:
                         # in_forward, the later of the schedules: published when all have landed
                         for unit in range(self.layers + 2):
-                            yield (step - 1, "reduced", unit)
+                            yield (step - 1, "reduced", last[unit])
                     slot = slot_of(item.unit, self.layers, self.window, self.tied)
+                    if item.piece is not None:
+                        slot = f"piece {self.turn[item.visit]}"
                     if slot in self.slot_free:
                         yield self.slot_free[slot]
                     self.slot_free[slot] = (step, "visited", item.release)
                     assert slot not in self.reading, f"{item} while unit {self.reading[slot]} is read"
-                    self.content[slot] = item.unit
+                    self.content[slot] = item.unit if item.piece is None else (item.unit, item.piece)
                     self.fired.add((step, "delivered", item.visit))
                 elif isinstance(item, Reduce):
-                    yield (step, "gradient", item.unit)
-                    self.fired.add((step, "reduced", item.unit))
+                    index = item.unit if item.piece is None else (item.unit, item.piece)
+                    yield (step, "gradient", index)
+                    self.fired.add((step, "reduced", index))
                 elif isinstance(item, Balance):
                     yield (step, "routed", 0)
                     self.fired.add((step, "balanced", 0))
@@ -192,7 +262,9 @@ class Simulation:
                     yield (step, "held", item.unit)
                     self.fired.add((step, "stashed", item.unit))
                 else:
-                    before = self.back.take((step, "visited", self.visits.backward(item.unit)))
+                    before = self.back[self.modes[item.unit - 1]].take(
+                        (step, "visited", self.visits.backward(item.unit))
+                    )
                     if before is not None:
                         yield before
                     yield (step, "stashed", item.unit)
@@ -228,7 +300,11 @@ def test_every_small_program_ends():
             for slots in (1, 2, 3):
                 for tied in (False, True):
                     for mode in ("keep", "offload"):
-                        Simulation(layers, window, (mode,) * layers, tied, slots).run(lambda able: able - 1)
+                        for pieces in (1, 3):
+                            simulation = Simulation(
+                                layers, window, (mode,) * layers, tied, slots, pieces=pieces
+                            )
+                            simulation.run(lambda able: able - 1)
 
 
 @given(programs())
@@ -244,7 +320,7 @@ def test_every_visit_has_what_it_needs(program):
     assert sorted(delivered) == sorted(needed)
     assert [t.visit for t in order if isinstance(t, Deliver)] == sorted(v for v, _ in needed)
     assert [t.unit for t in order if isinstance(t, Reduce)] == list(range(layers + 1, -1, -1))
-    offloaded = [u for u in range(1, layers + 1) if modes[u - 1] == "offload"]
+    offloaded = [u for u in range(1, layers + 1) if modes[u - 1] in AWAY]
     assert [t.unit for t in order if isinstance(t, Stash)] == offloaded
     assert [t.unit for t in order if isinstance(t, Fetch)] == offloaded[::-1]
     assert visits.embed_backward == 2 * layers + 2
@@ -275,3 +351,20 @@ def test_only_the_window_is_ever_resident(program):
     for unit in range(1, layers + 1):
         assert units.count(unit) == (1 if unit > layers - window else 2)
     assert units.count(0) == units.count(layers + 1) == 1
+
+
+@given(st.integers(1, 6), st.data(), st.integers(2, 5), st.booleans(), st.booleans())
+def test_pieces_come_when_they_are_visited(layers, data, pieces, tied, embed_trained):
+    window = data.draw(st.integers(1, layers))
+    order = transfers(layers, window, ("keep",) * layers, tied, pieces=pieces, embed_trained=embed_trained)
+    forward, head, backward = piece_visits(layers, pieces, tied)
+    needed = forward + head + (backward if tied and embed_trained else [])
+    found = [(t.unit, t.piece, t.visit) for t in order if isinstance(t, Deliver) and t.piece is not None]
+    assert found == needed
+    assert all(t.release == t.visit for t in order if isinstance(t, Deliver) and t.piece is not None)
+    up = list(range(pieces))
+    assert [at.piece for at in forward] == up and [at.piece for at in head] == [*up[:0:-1], *up]
+    reduced = [(t.unit, t.piece) for t in order if isinstance(t, Reduce) and t.piece is not None]
+    assert reduced == [*(() if tied else ((layers + 1, p) for p in up)), *((0, p) for p in up)]
+    later = [t for t in evaluation(layers, tied, pieces) if t.piece is not None]
+    assert [(t.unit, t.piece, t.visit) for t in later] == forward + head[:pieces]

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -37,10 +38,11 @@ class FakeRun(Run):
 def log(tmp_path):
     """Makes the log of a run that has reported no step yet."""
 
-    def make(ranks=2, steps=100, device="cpu"):
+    def make(ranks=2, steps=100, device="cpu", first_step=0):
         description = {
             "ranks": ranks,
-            "config": {"steps": steps, "device": device},
+            "config": {"steps": steps, "device": device, "layout": dataclasses.asdict(Layout())},
+            "first_step": first_step,
             "flops_per_token": 6e6,
             "parameters": 10**6,
             "gpu": "NVIDIA H200" if device == "cuda" else None,
@@ -69,7 +71,7 @@ def add_step(log, step, only=None):
                 "loss_sum": targets * (5.0 + rank - 0.01 * step),
                 "targets": targets,
                 "compute_seconds": 0.5,
-                "step_seconds": 0.5 + 0.1 * rank if step else None,
+                "step_seconds": 0.5 + 0.1 * rank if step != log.description["first_step"] else None,
                 "wait_seconds": {"delivery": 0.05} | ({"update": 0.1} if step >= 2 else {}),
                 "gpu_peak_bytes": (rank + 1) * 2**30 if gpu else 0,
                 "allocator_retries": 0,
@@ -234,15 +236,14 @@ def test_one_rank_can_be_looked_at(log):
 
 def test_a_switch_is_marked_and_named(log):
     run = FakeRun(log())
-    before = dataclasses.asdict(Layout())
-    run.log.description["config"]["layout"] = before
+    before = run.log.description["config"]["layout"]
     add_step(run.log, 0)
     for rank in (0, 1):
-        layout = before | {"window": 5, "activations": ["keep", "offload", "keep"]}
+        layout = before | {"window": 5, "chunk_bytes": 2**16, "activations": ["keep", "offload", "keep"]}
         run.log.add({"kind": "layout", "rank": rank, "step": 1, "layout": layout})
     dashboard = Dashboard(run)
     assert {shape.x0 for shape in dashboard.figure.layout.shapes} == {0.5}
-    assert "step 1: window 5, activations 2 keep, 1 offload" in dashboard._layouts.value
+    assert "step 1: chunk_bytes 64 KiB, window 5, activations 2 keep, 1 offload" in dashboard._layouts.value
     shapes = len(dashboard.figure.layout.shapes)
     dashboard.update()
     assert len(dashboard.figure.layout.shapes) == shapes
@@ -268,6 +269,59 @@ def test_predicted_steps_utilization_and_memory(log):
     run.log.add({"kind": "plan", "memory": run.log.description["memory"] | {"device": {"window": 2**32}}})
     dashboard.update()
     assert "window: 4.0 GiB" in dashboard._memory.value and "does not fit" in dashboard._memory.value
+
+
+def switch(log, step, layout):
+    """What the ranks say when they have switched."""
+    for rank in range(log.description["ranks"]):
+        event = {"kind": "layout", "rank": rank, "step": step, "layout": dataclasses.asdict(layout)}
+        log.add(json.loads(json.dumps(event)))
+
+
+def test_a_run_resumed_elsewhere_counts_from_the_step_it_started_with(log):
+    run = FakeRun(log(first_step=90))
+    dashboard = Dashboard(run, predicted=0.4)
+    assert dashboard.step == dashboard._bar.value == run.log.steps_done == 90
+    for step in (90, 91, 92):
+        add_step(run.log, step)
+    dashboard.update()
+    assert dashboard.step == dashboard._bar.value == run.log.steps_done == 93
+    assert dashboard.summary().startswith("running · step 93 of 100")
+    assert dashboard.summary().endswith("0:04 left")  # 7 steps at 0.6 s
+    assert list(curve(dashboard, "predicted").x) == [90, 92]
+    for step in range(93, 100):
+        add_step(run.log, step)
+    run.end("finished")
+    assert Dashboard(run.log)._bar.value == 100
+
+
+def test_the_prediction_follows_the_layout(log):
+    run = FakeRun(log())
+    for step in range(4):
+        add_step(run.log, step)
+    dashboard = Dashboard(run, lambda layout: 0.1 * layout.window)
+    assert dashboard.predicted == pytest.approx(0.3)
+    switch(run.log, 4, Layout(window=5, activations=("keep", "offload")))
+    for step in range(4, 8):
+        add_step(run.log, step)
+    dashboard.update()
+    assert dashboard.predicted == 0.5
+    for shown in (dashboard, Dashboard(run.log, lambda layout: 0.1 * layout.window)):
+        predicted = curve(shown, "predicted")
+        np.testing.assert_allclose(predicted.x, [0, 3.5, 3.5, 7])
+        np.testing.assert_allclose(predicted.y, [0.3, 0.3, 0.5, 0.5])
+
+
+def test_one_number_predicts_the_first_layout_only(log):
+    run = FakeRun(log())
+    dashboard = Dashboard(run, 0.3)
+    add_step(run.log, 0)
+    switch(run.log, 1, Layout(window=5))
+    add_step(run.log, 1)
+    dashboard.update()
+    np.testing.assert_array_equal(curve(dashboard, "predicted").y, [0.3, 0.3, np.nan, np.nan])
+    dashboard.predicted = 0.5  # someone knows better
+    np.testing.assert_array_equal(curve(dashboard, "predicted").y, [0.3, 0.3, 0.5, 0.5])
 
 
 def test_the_figure_names_its_units(log):

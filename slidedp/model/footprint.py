@@ -1,0 +1,81 @@
+"""What a decoder layer keeps on the GPU for its backward, in bytes per token: see docs/memory.md.
+
+Compiled, by a formula that is what the compiler's partitioner saves; in eager mode, by running the layer on
+tensors without memory.
+"""
+
+import json
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig
+
+from slidedp.model.families import layer_function, layer_halves, layer_kinds, position_tables, skeleton
+
+TOKENS = 64
+"""Of a sequence that is measured; its double is measured too."""
+
+
+def kept_per_token(model: Any, dtype: torch.dtype, compiled: bool, tiled: bool) -> int:
+    """Bytes per token that a layer with this transformers config keeps under `keep`, its input included.
+    `tiled`: its MLP runs over tiles of tokens, and keeps its input alone."""
+    if compiled or hasattr(model, "num_experts"):  # grouped products need memory to run
+        return _by_formula(model, dtype.itemsize, tiled)
+    return _measured(model.to_json_string(use_diff=False), dtype, tiled)
+
+
+def _by_formula(model: Any, size: int, tiled: bool) -> int:
+    """Input, normed input, what attention reads and writes (with norms of queries and keys: before and
+    after), input of the MLP, and without tiles: that normed, gate, up, and their product.
+
+    Of a mixture each expert that a token goes to counts, with its own copies of the input and the output.
+    """
+    width, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
+    head_dim = getattr(model, "head_dim", None) or width // heads
+    norms = model.model_type in ("qwen3", "qwen3_moe", "olmoe")
+    attention = (2 + norms) * (heads + kv_heads) * head_dim
+    scalars = 2 + heads + norms * (heads + kv_heads)  # FP32: root mean squares, logsumexp
+    mlp = width + 3 * model.intermediate_size
+    if hasattr(model, "num_experts"):
+        expert = getattr(model, "moe_intermediate_size", model.intermediate_size)
+        mlp = width + model.num_experts_per_tok * (3 * expert + 2 * width)
+    return size * (3 * width + attention + (0 if tiled else mlp)) + 4 * scalars
+
+
+@lru_cache(maxsize=256)
+def _measured(values: str, dtype: torch.dtype, tiled: bool) -> int:
+    config = AutoConfig.for_model(**json.loads(values))
+    return (_saved(config, dtype, tiled, 2 * TOKENS) - _saved(config, dtype, tiled, TOKENS)) // TOKENS
+
+
+def _saved(config: Any, dtype: torch.dtype, tiled: bool, tokens: int) -> int:
+    """Bytes that autograd saves in one layer's forward, weights and rotary tables left out."""
+    model = skeleton(config)
+    whole, (half, _) = layer_function(model), layer_halves(model)
+    tables = position_tables(config, model, tokens, torch.device("cpu"), dtype)[layer_kinds(config)[0]]
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        parameters = {
+            name: torch.empty(p.shape, dtype=dtype, requires_grad=True)
+            for name, p in model.model.layers[0].named_parameters()
+        }
+        places = [None if table is None else mode.from_tensor(table) for table in tables]
+        hidden = torch.empty(1, tokens, config.hidden_size, dtype=dtype, requires_grad=True)
+        others = {_storage(tensor) for tensor in (*parameters.values(), *places) if tensor is not None}
+        saved = {_storage(hidden): hidden.nbytes}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if _storage(tensor) not in others:
+                saved[_storage(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            output = half(parameters, hidden, *places) if tiled else whole(parameters, hidden, *places)[0]
+        if tiled:  # the MLP's input
+            saved[_storage(output)] = output.nbytes
+        return sum(saved.values())
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
