@@ -49,10 +49,11 @@ from slidedp.model.families import (
 from slidedp.model.loss import IGNORED, piece_gradient, piece_statistics, softmax_gradient
 from slidedp.model.units import frozen_units
 from slidedp.stream.device import Abort, Aborted, Device
+from slidedp.stream.functions import Batch, ModelFunctions, Passed
 from slidedp.stream.gates import Gates
 from slidedp.stream.group import join_ranks
 from slidedp.stream.recorder import Recorder
-from slidedp.stream.step import Batch, Engine, ModelFunctions, Passed
+from slidedp.stream.step import Engine
 from slidedp.stream.timeline import TRACKS, Timeline
 from slidedp.stream.vocabulary import PieceFunctions
 

@@ -1,114 +1,38 @@
-"""One step of one rank: a compute thread that visits units, a transfer thread that moves them.
+"""One step of one rank: compute visits units, and a transfer thread moves them.
 
-The compute thread (`Engine.step`) and the transfer thread meet only through signals: `delivered`,
-`visited`, `gradient`, `reduced`, and for offloaded layer inputs `stashed` and `fetched`. Both enqueue
-and run ahead; on CUDA the waiting itself happens on the GPU, by events.
+The compute thread (`Engine.step`) and the transfer thread (`Transfers`) meet only through signals:
+`delivered`, `visited`, `gradient`, `reduced`, and for offloaded layer inputs `stashed` and `fetched`. Both
+enqueue and run ahead; on CUDA the waiting itself happens on the GPU, by events.
 """
 
 import functools
-import math
-import queue
-import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn import functional
 
 from slidedp.config import Config, Layout
 from slidedp.host.landing import Landing
-from slidedp.host.messages import Landed, Written
 from slidedp.host.process import doing
 from slidedp.host.state import HostState
-from slidedp.model.documents import PositionsByKind
 from slidedp.model.experts import Experts, Routing
-from slidedp.model.families import LayerFunction, LayerHalf
-from slidedp.model.loss import SoftmaxGradient, linear_cross_entropy, summed_cross_entropy
+from slidedp.model.families import LayerFunction
+from slidedp.model.loss import linear_cross_entropy, summed_cross_entropy
 from slidedp.model.tiles import tiled
-from slidedp.model.units import Unit, chunks
+from slidedp.model.units import Unit
 from slidedp.stream.activations import Activations, Keep, LayerCall, Offload, Parameters, Recompute, Spill
 from slidedp.stream.buffers import Buffers, is_tied
-from slidedp.stream.delivery import Delivery, make_delivery
-from slidedp.stream.device import Abort, Device, HostCopy, on
+from slidedp.stream.device import Abort, Device
+from slidedp.stream.functions import Batch, ModelFunctions, Passed
 from slidedp.stream.gates import Gates
 from slidedp.stream.program import (
-    Balance,
-    Deliver,
-    Fetch,
-    Load,
-    Reduce,
-    Stash,
-    Update,
     Visits,
-    evaluation,
-    transfers,
 )
-from slidedp.stream.reduction import Arrival, Reduction, Scattered, make_reduction
-from slidedp.stream.signals import Index, Step
-from slidedp.stream.spill import SpillStore
-from slidedp.stream.stash import ActivationStash
+from slidedp.stream.signals import Step
 from slidedp.stream.timeline import Timeline
-from slidedp.stream.transport import Collectives, Copies, Transport, staging_shape
-from slidedp.stream.update import ShardUpdate
-from slidedp.stream.vocabulary import PieceFunctions, Vocabulary
-
-
-class ModelFunctions(NamedTuple):
-    """The compute of every kind of unit, compiled or not, shared by all layouts."""
-
-    layer: LayerFunction
-    partial: Callable[[float], LayerFunction]
-    """The layer, compiled so that it keeps this fraction of its intermediates."""
-    attention: LayerHalf
-    """The layer's first half, for layers whose second half runs over tiles of tokens."""
-    partial_attention: Callable[[float], LayerHalf]
-    """The same as `partial`."""
-    mlp: LayerHalf
-    """The layer's second half."""
-    norm: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    softmax: SoftmaxGradient
-    pieces: PieceFunctions
-    """Used in its place where the vocabulary is on the GPU in pieces."""
-    kinds: tuple[str, ...]
-    """The kind of each layer, by which `positions` differ."""
-    positions: PositionsByKind
-    """Those of sequences that are one document each."""
-    within_documents: Callable[[torch.Tensor], PositionsByKind]
-    """Those of sequences with these position ids, int64 [batch, length] on the CPU."""
-    padding_index: int
-    """Row of the embedding that gets no gradient; -1 for none."""
-    embedding_scale: float
-    """What the embedding's rows are multiplied by."""
-    logit_cap: float | None
-    """What logits are bent below, as `softmax` does it; None for no limit."""
-    experts: Experts | None
-    """Those of each layer; None if the model is dense."""
-
-
-class Batch(NamedTuple):
-    """What one rank takes in a pass."""
-
-    input_ids: torch.Tensor
-    """int64 [batch, length] on the device, as `labels`."""
-    labels: torch.Tensor
-    positions: PositionsByKind
-    targets: int
-    """Labels that are not IGNORED."""
-    counted: torch.Tensor | None = None
-    """Of a mixture, bool [batch, length] on the device: tokens whose experts count."""
-    step_targets: int = 0
-    """Targets of all ranks and passes of the step; not used where no balance is learnt."""
-
-
-class Passed(NamedTuple):
-    """What a pass has computed."""
-
-    loss: HostCopy
-    """Summed over this rank's targets, FP32 scalar."""
-    timeline: Timeline
-    routing: HostCopy | None
-    """`Routing.sums` over all ranks, if the model is a mixture."""
+from slidedp.stream.transfers import Transfers
+from slidedp.stream.vocabulary import Vocabulary
 
 
 class Engine:
@@ -126,8 +50,7 @@ class Engine:
         functions: ModelFunctions,
         abort: Abort,
     ) -> None:
-        self.config, self.layout, self.device, self.rank = config, layout, device, rank
-        self.state, self.landing, self.gates = state, landing, gates
+        self.config, self.layout, self.device = config, layout, device
         self.functions, self.abort = functions, abort
         self.units, self.dtype = state.units, state.dtype
         self.ranks = int(config.ranks or 1)
@@ -136,19 +59,24 @@ class Engine:
         self.visits = Visits(layers)
         self.modes = layout.activation_modes(layers)
         self.buffers = Buffers(device, self.units, layout, self.ranks, self.dtype, config.gradient_dtype)
-        self.transport = self._make_transport()
         self.vocabulary: Vocabulary | None = None
         if self.buffers.piece_slots:
             cut = self.units, layout, self.ranks, self.dtype
             visit = functools.partial(_Visit, self)
             self.vocabulary = Vocabulary(device, *cut, self.buffers, visit, functions.pieces)
-        self.updates = ShardUpdate(
-            device, config, layout, self.buffers, self.transport, state, gates, rank, self.ranks, abort
+        self.transfers = Transfers(
+            config,
+            layout,
+            device,
+            rank,
+            state,
+            landing,
+            gates,
+            self.buffers,
+            self.vocabulary,
+            functions.experts is not None,
+            abort,
         )
-        self.stash = ActivationStash(
-            device, config, self.units[-1].parameters[-1].numel, self.modes, self.dtype
-        )
-        self.spill = SpillStore(device)
         # A token's share of the mean: constant, so that no rank waits for the others' counts. The
         # worker rescales by the true global count of targets.
         tokens = config.micro_batch_size // self.ranks * config.sequence_length
@@ -163,46 +91,10 @@ class Engine:
         """Those of the batch that compute is at."""
         self.routing: Routing | None = None
         """That of the pass that compute is at."""
-        self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
-        self._landings: queue.SimpleQueue[tuple[Landed | Written, Arrival] | None] = queue.SimpleQueue()
-        self._writes: queue.SimpleQueue[tuple[Landed | Written, Arrival] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
-            for name, work in (
-                ("slidedp-transfer", self._transfer),
-                ("slidedp-landing", lambda: self._report(self._landings)),
-                ("slidedp-writing", lambda: self._report(self._writes)),
-            )
-        ]
-        for thread in self._threads:
-            thread.start()
 
     def close(self) -> None:
-        """Waits until every transfer has landed, then ends the threads and frees the buffers."""
-        self._steps.put(None)
-        for thread in self._threads:
-            while thread.is_alive():
-                thread.join(0.5)
-                self.abort.check()
-        self.transport.close()
-        self.stash.close()
-        self.spill.close()
-
-    def _make_transport(self) -> Transport:
-        device, rank, ranks = self.device, self.rank, self.ranks
-        if self.layout.transport == "collective" or ranks == 1:
-            return Collectives(device, rank, ranks, self.abort)
-        shape = staging_shape(self.units, self.layout, ranks, self.dtype.itemsize)
-        staging = device.zeros(math.prod(shape), self.config.gradient_dtype).view(shape)
-        return Copies(device, self.buffers.arena, rank, ranks, staging, self.abort)
-
-    def _guard(self, work: Callable[[], None]) -> None:
-        try:
-            if self.device.is_cuda:
-                torch.cuda.set_device(self.device.torch)
-            work()
-        except BaseException as error:
-            self.abort.fail(error)
+        """Waits until every transfer has landed, then frees the buffers."""
+        self.transfers.close()
 
     # --- compute --------------------------------------------------------------------------------
 
@@ -215,7 +107,7 @@ class Engine:
         if self.functions.experts is not None:
             step.routing = self._routing(self.functions.experts, batch)
         self.routing = step.routing
-        self._steps.put(step)
+        self.transfers.begin(step)
         layers = self.units[1:-1]
         activations = [self._activations(step, unit) for unit in layers]
 
@@ -256,7 +148,7 @@ class Engine:
         """Enqueues a forward pass with the weights that step `number` will start from. Returns the loss
         summed over targets (FP32 device scalar)."""
         step = Step(number, self.abort, Timeline(self.device), learns=False)
-        self._steps.put(step)
+        self.transfers.begin(step)
         embed, *layers, head = self.units
         hidden = self._embed(step, embed, batch.input_ids)
         for unit, kind in zip(layers, self.functions.kinds, strict=True):
@@ -302,16 +194,15 @@ class Engine:
         if mode == "recompute":
             return Recompute()
         if mode == "spill":
-            tables = self.positions[self.functions.kinds[unit.index - 1]]
+            spill, tables = self.transfers.spill, self.positions[self.functions.kinds[unit.index - 1]]
             return Spill(
-                self.spill.room,
-                lambda storages: self.spill.hold(step, unit, storages),
-                lambda: self.spill.returned(step, unit),
+                spill.room,
+                lambda storages: spill.hold(step, unit, storages),
+                lambda: spill.returned(step, unit),
                 [table for table in tables if table is not None],
             )
-        return Offload(
-            lambda hidden: self.stash.hold(step, unit, hidden), lambda: self.stash.returned(step, unit)
-        )
+        stash = self.transfers.stash
+        return Offload(lambda hidden: stash.hold(step, unit, hidden), lambda: stash.returned(step, unit))
 
     def _embed(self, step: Step, embed: Unit, input_ids: torch.Tensor) -> torch.Tensor:
         scale = self.functions.embedding_scale
@@ -404,137 +295,6 @@ class Engine:
         targets = [view.view(buffer.memory) for view in unit.views]
         torch._foreach_copy_(targets, [gradients[view.local] for view in unit.views])
         step.signal("gradient", unit.index).fire(self.device.compute)
-
-    # --- transfers ------------------------------------------------------------------------------
-
-    def _transfer(self) -> None:
-        device, transport, rank, ranks = self.device, self.transport, self.rank, self.ranks
-        delivery = make_delivery(self.layout.delivery, device, transport, rank, ranks)
-        reduction = make_reduction(self.layout, device, transport, self.landing, rank, ranks, self.abort)
-        norm = self.layout.schedule == "in_forward"
-        kept = Scattered(device, transport, self.updates.gradient, rank, ranks, self.abort, norm)
-        pieces = self.vocabulary.count if self.vocabulary is not None else 1
-        program = transfers(
-            len(self.units) - 2,
-            min(self.layout.window, len(self.units) - 2),
-            self.modes,
-            self.tied,
-            self.updates.indices,
-            self.layout.schedule,
-            pieces,
-            not self.units[0].frozen,
-            routed=self.functions.experts is not None,
-        )
-        forward = evaluation(len(self.units) - 2, self.tied, pieces)
-        while (step := self._steps.get()) is not None:
-            for transfer in program if step.learns else forward:
-                if isinstance(transfer, Reduce) and self.units[transfer.unit].frozen:
-                    continue
-                if isinstance(transfer, Load):
-                    self.updates.begin(step.timeline)
-                    continue
-                unit = self.units[transfer.unit]
-                doing["transfer"] = (step.number, unit.name, type(transfer).__name__.lower())
-                if isinstance(transfer, Deliver):
-                    self._deliver(step, unit, transfer, delivery)
-                elif isinstance(transfer, Reduce):
-                    kind = kept if unit.index in self.updates.indices else reduction
-                    self._reduce(step, unit, kind, transfer.piece)
-                elif isinstance(transfer, Update):
-                    self._update(step, unit)
-                elif isinstance(transfer, Balance):
-                    self._balance(step)
-                elif isinstance(transfer, Stash | Fetch):
-                    spilled = self.modes[unit.index - 1] == "spill"
-                    store: ActivationStash | SpillStore = self.spill if spilled else self.stash
-                    if isinstance(transfer, Stash):
-                        store.to_host(step, unit)
-                    else:
-                        store.to_device(step, unit, step.signal("visited", self.visits.backward(unit.index)))
-            step.timeline.transferred = True
-        self._landings.put(None)
-        self._writes.put(None)
-
-    def _chunks(self, unit: Unit) -> list[tuple[int, int]]:
-        cut = self.dtype.itemsize, self.ranks, self.layout.vocabulary_pieces
-        return chunks(unit, self.layout.chunk_bytes, *cut)
-
-    def _deliver(self, step: Step, unit: Unit, transfer: Deliver, delivery: Delivery) -> None:
-        slot, forward = self.buffers.slot(unit), transfer.visit <= self.visits.head
-        memory, parts = slot.memory, self._chunks(unit)
-        if self.vocabulary is not None and transfer.piece is not None:
-            slot = self.vocabulary.slot(transfer.visit)
-            memory = self.vocabulary.slot_memory(unit, transfer.piece, transfer.visit)
-            parts = [part for _, part in self.vocabulary.chunks(unit, transfer.piece)]
-        if forward and self.updates.is_fresh(unit):
-            slot.free = step.signal("visited", transfer.release)
-            gathers = self.transport.gathers
-            with step.timeline.span("deliver", unit.name, "gather", gathers, gathers):
-                self.updates.gather(unit)
-            slot.read = self.transport.gathered()
-            step.signal("delivered", transfer.visit).fire(gathers)
-            return
-        # Publish, then deliver: in backward too, where the forward took a fresh slot and the version that
-        # it computed with may still be on its way to the host.
-        self.gates.wait_published(unit.index, step.number)
-        slot.wait_free(self.device.to_device)
-        slot.wait_free(delivery.stream)
-        slot.free = step.signal("visited", transfer.release)
-        source = self.state.delivered(unit)
-        with step.timeline.span("deliver", unit.name, "deliver", self.device.to_device, delivery.stream):
-            for start, stop in parts:
-                delivery.chunk(source, memory, start, stop)
-        slot.read = self.transport.gathered()
-        step.signal("delivered", transfer.visit).fire(delivery.stream)
-
-    def _reduce(self, step: Step, unit: Unit, reduction: Reduction, piece: int | None) -> None:
-        index: Index = unit.index
-        buffer, parts = self.buffers.gradient(unit), list(enumerate(self._chunks(unit)))
-        gradient, reduces = buffer.memory, self.transport.reduces
-        if self.vocabulary is not None and piece is not None:
-            index, buffer = (unit.index, piece), self.vocabulary.gradient(unit, piece)
-            gradient = self.vocabulary.gradient_memory(unit, piece)
-            parts = self.vocabulary.chunks(unit, piece)
-        complete = step.signal("gradient", index)
-        complete.wait(reduces)
-        complete.wait(self.device.to_host)
-        stays = unit.index in self.updates.indices
-        if not stays:
-            self.gates.wait_consumed(*self.landing.plan.previous(unit, step.number))
-        with step.timeline.span("reduce", unit.name, "reduce", reduces, self.device.to_host):
-            for i, (start, stop) in parts:
-                arrival = reduction.chunk(unit, gradient, start, stop)
-                if stays:
-                    self.updates.landed(unit, start, arrival.done)
-                if not stays or self.layout.schedule == "in_forward":
-                    self._landings.put((Landed(step.number, unit.index, i, 0.0), arrival))
-        # The buffer is free when both the reductions and the copies that read it have run.
-        if self.device.to_host is not None and reduces is not None:
-            self.device.to_host.wait_stream(reduces)
-        buffer.read = self.transport.reduced()
-        step.signal("reduced", index).fire(self.device.to_host)
-
-    def _balance(self, step: Step) -> None:
-        assert step.routing is not None
-        step.signal("routed", 0).wait(self.device.collective)
-        if self.ranks > 1:
-            with on(self.device.collective):
-                dist.all_reduce(step.routing.sums)
-        step.signal("balanced", 0).fire(self.device.collective)
-
-    def _update(self, step: Step, unit: Unit) -> None:
-        with step.timeline.span("update", unit.name, "update", self.device.update, self.device.update):
-            written = self.updates.update(unit, step.number)
-        self._writes.put((Written(step.number, unit.index), Arrival(written, None)))
-
-    def _report(self, arrivals: queue.SimpleQueue[tuple[Landed | Written, Arrival] | None]) -> None:
-        """Tells the worker about arrivals in order, each when it is really in host memory."""
-        while (item := arrivals.get()) is not None:
-            message, arrival = item
-            arrival.done.synchronize()
-            if isinstance(message, Landed) and arrival.sum_of_squares is not None:
-                message = message._replace(sum_of_squares=float(arrival.sum_of_squares))
-            self.gates.send(message)
 
 
 class _Normed:

@@ -25,6 +25,7 @@ from slidedp.stream.signals import Step
 from slidedp.stream.spill import SpillStore, offsets
 from slidedp.stream.stash import ActivationStash
 from slidedp.stream.step import Engine
+from slidedp.stream.transfers import Transfers
 from slidedp.stream.update import ShardUpdate
 from slidedp.stream.vocabulary import Vocabulary
 from tests.pool import replaced
@@ -148,12 +149,12 @@ def _at_once(function: Callable) -> Callable:
 
 
 def _without_free(attribute: str) -> Wrap:
-    """An engine's method that takes the unit's slot or gradient buffer as never used before."""
+    """A method of compute or transfers that takes the unit's slot or gradient buffer as never used before."""
 
     def wrap(function: Callable) -> Callable:
-        def careless(engine: Engine, at: Step, unit: Any, *rest: Any) -> Any:
-            getattr(engine.buffers, attribute)(unit).free = None
-            return function(engine, at, unit, *rest)
+        def careless(mover: Engine | Transfers, at: Step, unit: Any, *rest: Any) -> Any:
+            getattr(mover.buffers, attribute)(unit).free = None
+            return function(mover, at, unit, *rest)
 
         return careless
 
@@ -268,10 +269,10 @@ PATCHES: dict[str, tuple[Any, Any, str, Wrap]] = {
     "slow worker": (None, OptimizerWorker, "_landed", _pausing(PAUSE / 10)),
     "slow visits": ("all", step._Visit, "__enter__", _pausing_inside),
     "slow visits of rank 1": (1, step._Visit, "__enter__", _pausing_inside),
-    "slow deliveries": ("all", Engine, "_deliver", _pausing(PAUSE / 5)),
-    "slow deliveries of rank 0": (0, Engine, "_deliver", _pausing(PAUSE / 5)),
-    "slow reductions": ("all", Engine, "_reduce", _pausing()),
-    "slow reductions of rank 1": (1, Engine, "_reduce", _pausing()),
+    "slow deliveries": ("all", Transfers, "_deliver", _pausing(PAUSE / 5)),
+    "slow deliveries of rank 0": (0, Transfers, "_deliver", _pausing(PAUSE / 5)),
+    "slow reductions": ("all", Transfers, "_reduce", _pausing()),
+    "slow reductions of rank 1": (1, Transfers, "_reduce", _pausing()),
     "slow updates of rank 1": (1, ShardUpdate, "update", _pausing()),
     "slow landing of rank 1": (1, reduction._Land, "__call__", _pausing(PAUSE / 10)),
     "slow pulls of rank 1": (1, HostPeers, "pull", _pausing()),
@@ -284,11 +285,11 @@ PATCHES: dict[str, tuple[Any, Any, str, Wrap]] = {
     "no wait for consumed": ("all", Gates, "wait_consumed", _at_once),
     "no wait for all ranks": (None, OptimizerWorker, "_landed", _first_arrival_is_enough),
     "no check of landings": (None, OptimizerWorker, "_expect", _at_once),
-    "no wait for slot": ("all", Engine, "_deliver", _without_free("slot")),
+    "no wait for slot": ("all", Transfers, "_deliver", _without_free("slot")),
     "no wait for others' reading": ("all", transport._Read, "wait", _at_once),
     "no wait for others' offers": ("all", transport.Copies, "_wait", _taking_all_offers),
     "no wait for gradient buffer": ("all", Engine, "_submit", _without_free("gradient")),
-    "no wait for piece slot": ("all", Engine, "_deliver", _without_free_pieces("_slots")),
+    "no wait for piece slot": ("all", Transfers, "_deliver", _without_free_pieces("_slots")),
     "no wait for piece buffer": ("all", Vocabulary, "_submit", _without_free_pieces("_gradients")),
     "no wait for delivered": ("all", Step, "signal", _never_waiting("delivered", "MainThread")),
     "no wait for gradient": ("all", Step, "signal", _never_waiting("gradient", "slidedp-transfer")),
