@@ -373,7 +373,7 @@ class Config:
     """After `tune`: when steps drift from what they took then (another process uses the host, sequences
     change), take a layout that is better now. Without it, such a layout is only proposed."""
     router_aux_loss_coef: float | None = None
-    """Weight of the load-balancing loss of a mixture of experts, as transformers defines it, over the batch
+    """Factor of the load-balancing loss of a mixture of experts, as transformers defines it, over the batch
     of all ranks. None takes the model's own `router_aux_loss_coef` if its config.json sets
     `output_router_logits`, else 0."""
     checkpoint: Checkpoint = field(default_factory=Checkpoint)

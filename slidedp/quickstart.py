@@ -117,7 +117,7 @@ def _untrained(folder: Path, tokenizer: Path) -> Path:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             AutoModelForCausalLM.from_config(_new_model()).save_pretrained(partial)
-        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(partial)
+        AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False).save_pretrained(partial)
         partial.rename(target)
     return target
 

@@ -35,7 +35,7 @@ def losses(config: Config) -> dict[str, list[float]]:
     ranks = int(config.ranks or 1)
     measured = next(
         run_fsdp2(
-            AutoConfig.from_pretrained(config.model),
+            AutoConfig.from_pretrained(config.model, trust_remote_code=False),
             config.data.path,
             [Case(config.batch_size // ranks, "none")],
             steps=config.steps,
@@ -84,7 +84,8 @@ def main() -> int:
         folder = Path(name)
         corpus, tokenizer = quickstart.prepare(folder)
         samples = folder / "samples"
-        prepare(Data(path=str(corpus)), AutoTokenizer.from_pretrained(tokenizer), asked.length, samples)
+        reader = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+        prepare(Data(path=str(corpus)), reader, asked.length, samples)
         curves = losses(
             Config(
                 model=write_model(asked.size, folder / "model"),
