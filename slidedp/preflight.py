@@ -96,9 +96,13 @@ class Plan:
             there = frugal(self.model)
             least = sum(under(self, there).device.values())
             remedy = (
-                "use layout.activations='offload', a smaller layout.window or batch_size, "
-                f"layout.vocabulary_pieces={there.vocabulary_pieces}, or "
-                f"layout.mlp_tile_tokens={there.mlp_tile_tokens}"
+                "use layout.activations='offload', a smaller layout.window or batch_size"
+                + (
+                    f", layout.vocabulary_pieces={there.vocabulary_pieces}"
+                    if there.vocabulary_pieces > 1
+                    else ""
+                )
+                + (f", or layout.mlp_tile_tokens={there.mlp_tile_tokens}" if there.mlp_tile_tokens else "")
                 if least <= limit
                 else "use a smaller batch_size or sequence_length"
             )

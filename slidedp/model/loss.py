@@ -65,7 +65,7 @@ def linear_cross_entropy(
 def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     """Adds a @ b to `total`, FP32, whatever their dtype."""
     if a.is_cuda and a.dtype != torch.float32:
-        # The matrix product adds to the sum itself: a sum of its own would cost a sixth of its time.
+        # The matrix product adds to the sum itself: nobody writes and reads an FP32 product in between.
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total += (a @ b).float()

@@ -93,7 +93,8 @@ class CudaPeers:
 
 
 class HostPeers:
-    """The same between processes whose device memory is host memory: a wait blocks the caller."""
+    """The same between processes whose device memory is host memory: a wait blocks the caller. A counter is
+    seen after the data that it vouches for, as x86 keeps the order of stores."""
 
     def __init__(self, arena: Arena, segment: Segment, rank: int, ranks: int, abort: Abort) -> None:
         self._arena, self._abort = arena, abort

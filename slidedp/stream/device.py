@@ -44,7 +44,7 @@ class Device:
         self.collective: torch.cuda.Stream | None = None
         self.gather: torch.cuda.Stream | None = None  # copies from other GPUs
         # Of a step's tokens and its loss. A copy engine takes one copy after another, whatever their size:
-        # on the compute stream, the loss stood 90 ms behind the state that updates had put in the queue.
+        # compute would wait behind the gigabytes of state that updates put in the queue.
         self.tokens_in: torch.cuda.Stream | None = None
         self.loss_out: torch.cuda.Stream | None = None
         # Of updates on the GPU: state in, kernels, state and working copy out.
