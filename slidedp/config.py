@@ -104,6 +104,10 @@ class Layout:
     updated last and needed first, where the worker would keep the GPUs waiting (`updated_on_gpu`)."""
     update_slots: int = 8
     """GPU buffers that each hold a rank's share of one chunk's FP32 state, for `gpu_updates`."""
+    resident_updates: int = 0
+    """How many of the units in `gpu_updates` leave their FP32 state on the GPUs between steps, 12 bytes per
+    parameter over all ranks: only their working copy crosses the link. The host's copy of that state is
+    brought up to date for every checkpoint, when the layout changes, and at the run's end."""
 
     def __post_init__(self) -> None:
         _check_types(self, "layout.")
@@ -123,6 +127,11 @@ class Layout:
             raise ConfigError(
                 f"layout.gpu_updates={self.gpu_updates} with layout.reduction={self.reduction!r}: ranks hold "
                 "their shares of the summed gradient only with layout.reduction='gpu'; set that, or 0 updates"
+            )
+        if not 0 <= self.resident_updates <= self.gpu_updates:
+            raise ConfigError(
+                f"layout.resident_updates={self.resident_updates} with gpu_updates={self.gpu_updates}: state "
+                "stays only where it is updated; expected 0 to gpu_updates"
             )
         if not 0 < self.partial_budget <= 1:
             raise ConfigError(f"layout.partial_budget={self.partial_budget!r}: expected a number in (0, 1]")
@@ -180,6 +189,10 @@ class Layout:
         spread = min(max(0, count - near), rest)
         chosen = {*range(min(count, near)), *(near + i * rest // spread for i in range(spread))}
         return frozenset(chosen | ({layers + 1} if count == layers + 2 else set())) - frozen
+
+    def resident_on_gpu(self, layers: int, frozen: frozenset[int] = frozenset()) -> frozenset[int]:
+        """Indices of the units that `resident_updates` means: the first of `updated_on_gpu`."""
+        return frozenset(sorted(self.updated_on_gpu(layers, frozen))[: self.resident_updates])
 
 
 @with_field_docs

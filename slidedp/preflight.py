@@ -254,7 +254,7 @@ def _device_bytes(config: Config, model: Any, units: tuple[Unit, ...], dtype: to
     modes = layout.activation_modes(len(units) - 2)
     edge = shapes["edge"][0] + shapes.get("tied_head", [0])[0] + sum(shapes["pieces"])
     kept = modes.count("keep") + modes.count("partial") * layout.partial_budget
-    ring, waiting = update_numels(units, layout, ranks, size)
+    updates = update_numels(units, layout, ranks, size)
     copies = layout.transport == "copy" and ranks > 1
     staging = math.prod(staging_shape(units, layout, ranks, size)) if copies else 0
     rings = (OUTGOING + FETCH_AHEAD) * stash_numel(config, width) if "offload" in modes else 0
@@ -268,8 +268,9 @@ def _device_bytes(config: Config, model: Any, units: tuple[Unit, ...], dtype: to
         "embedding and head, weights": edge * size,
         "embedding and head, gradients": edge * gradient,
         "reduction staging": staging * gradient,
-        "update buffers": ring * (12 + size),
-        "gradients that wait for their update": waiting * gradient,
+        "update buffers": 12 * updates.ring + size * updates.out,
+        "resident FP32 state": 12 * updates.resident,
+        "gradients that wait for their update": updates.gradients * gradient,
         "kept layer inputs": on_gpu * tokens * width * size,
         "kept intermediates (estimate)": int(kept * intermediates),
         "offload rings": rings * size,

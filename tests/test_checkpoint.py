@@ -21,6 +21,7 @@ from slidedp import Checkpoint, CheckpointFailed, Config, ConfigError, Data, Lay
 from slidedp.checkpoint import save as saving_module
 from slidedp.checkpoint.folder import ASSETS, INDEX, Progress, checkpoints, find
 from slidedp.checkpoint.resume import check, check_samples, load, verify
+from slidedp.host.messages import Coefficients, Written
 from slidedp.host.state import HostState, state_bytes
 from slidedp.host.worker import Stop
 from slidedp.model.units import Parameter, Unit
@@ -291,6 +292,7 @@ def test_an_update_waits_for_the_shard_of_its_unit(tmp_path, monkeypatch, schedu
         Layout(schedule="in_forward", reduction="cpu"),
         Layout(schedule="in_forward", gpu_updates=4, chunk_bytes=6000),
         Layout(schedule="in_backward", gpu_updates=2, chunk_bytes=6000),
+        Layout(schedule="in_backward", gpu_updates=4, resident_updates=3, chunk_bytes=6000),
     ],
     ids=lambda layout: f"{layout.schedule}-{layout.gpu_updates}",
 )
@@ -311,6 +313,27 @@ def test_a_snapshot_is_what_a_run_that_stopped_there_holds(tmp_path, layout):
             stopped = tmp_path / str(step) / f"step-{step:08}" / name
             assert (tmp_path / "whole" / f"step-{step:08}" / name).read_bytes() == stopped.read_bytes()
         assert first.losses() == whole.losses()[:step]
+
+
+def test_state_that_stays_on_gpus_is_saved_by_a_step_that_writes_it(tmp_path):
+    """A request that comes too late for a step's writing waits for the next step's."""
+    stays = Layout(schedule="in_backward", gpu_updates=4, resident_updates=4)
+    made = Bench(stays, dtype="bfloat16", saving=saving(tmp_path))
+
+    def stored(step):
+        made.start(step)
+        said = [m.store for m in made.said() if isinstance(m, Coefficients)]
+        if step == 1:
+            made.worker.checkpoints.request(5)
+        for unit in made.units:
+            for _ in made.ranks:
+                made.worker.handle(Written(step, unit.index))
+        return said
+
+    assert [stored(step) for step in range(4)] == [[False], [False], [True], [False]]
+    made.worker.checkpoints.snapshot.join()
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-00000003"]
+    made.close()
 
 
 @pytest.mark.parametrize("spoiled", [True, False])

@@ -81,6 +81,8 @@ BAD = [
     ({"run_folder": 3}, "run_folder", "str"),
     ({"model": 3}, "model", "str"),
     ({"batchsize": 4}, "batchsize", "did you mean batch_size?"),
+    ({"layout": {"gpu_updates": 2, "resident_updates": 3}}, "layout.resident_updates", "0 to gpu_updates"),
+    ({"layout": {"resident_updates": -1}}, "layout.resident_updates", "0 to gpu_updates"),
     ({"layuot": {}}, "layuot", "did you mean layout?"),
 ]
 

@@ -16,8 +16,9 @@ from slidedp.host.state import HostState
 from slidedp.model.families import skeleton
 from slidedp.preflight import FRUGAL, GIB, under
 from slidedp.stream.buffers import Buffers
-from slidedp.stream.device import Device
+from slidedp.stream.device import Abort, Device
 from slidedp.stream.stash import ActivationStash
+from slidedp.stream.update import ShardUpdate
 from tests.launching import memfds, small_config
 
 LAYOUTS = {
@@ -86,6 +87,24 @@ def test_buffers_are_exactly_as_said(layout, tied, dtype, reduced):
         stash.close()
         landing.close()
         state.close()
+
+
+@pytest.mark.parametrize("resident", [0, 2, 4, 7])
+def test_update_buffers_are_exactly_as_said(resident, monkeypatch):
+    """Of rank 1 of two, all that updates on the GPUs allocate."""
+    layout = {"gpu_updates": max(4, resident), "resident_updates": resident, "chunk_bytes": 4096}
+    said = plan(config(layout, compute_dtype="bfloat16", reduce_dtype="float32"))
+    taken, device, state = [], Device("cpu", 0), HostState(said.units, torch.bfloat16)
+
+    def zeros(numel, dtype):
+        taken.append(numel * dtype.itemsize)
+        return torch.zeros(numel, dtype=dtype)
+
+    monkeypatch.setattr(device, "zeros", zeros)
+    ShardUpdate(device, said.config, said.config.layout, None, None, state, None, 1, 2, Abort())
+    state.close()
+    names = ("update buffers", "resident FP32 state", "gradients that wait for their update")
+    assert sum(said.device.get(name, 0) for name in names) == sum(taken) > 0
 
 
 def test_gpus_that_cannot_read_one_another_take_collectives(gpus, monkeypatch):

@@ -52,6 +52,7 @@ def sweep(compiled: bool) -> list[Layout]:
         {"activations": "keep"},
         {"gpu_updates": 4},
         {"gpu_updates": 12},
+        {"gpu_updates": 12, "resident_updates": 12},
         {"activations": "keep", "gpu_updates": 12},
     ]
     if compiled:

@@ -41,4 +41,5 @@ def describe(measured: dict[str, Any]) -> str:
     if "partial" in modes:
         modes += f" {layout['partial_budget']:g}"
     route = f"{layout['delivery']}+{layout['reduction']}"
-    return f"{route} {layout['schedule']} {modes}, {layout['gpu_updates']} on GPU"
+    there = f"{layout['gpu_updates']} on GPU, {layout['resident_updates']} resident"
+    return f"{route} {layout['schedule']} {modes}, {there}"

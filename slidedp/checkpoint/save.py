@@ -210,14 +210,18 @@ class Checkpointer:
         """Saves at the next boundary; the event will hold `number`."""
         self._requests.append(number)
 
-    def boundary(self, progress: Progress, order: Sequence[Unit]) -> None:
-        """Call it when all units are at version `progress.step`, in the `order` of their next updates."""
+    def due(self, step: int) -> bool:
+        """Whether a checkpoint would begin at the boundary before `step` if it were here now."""
         steps, minutes = self._settings.every_steps, self._settings.every_minutes
-        self._due |= steps is not None and progress.step % steps == 0
+        self._due |= steps is not None and step % steps == 0
         self._due |= minutes is not None and time.monotonic() - self._clock >= 60 * minutes
-        if self._disabled:
-            return
-        if (self._due or self._requests) and not (self.snapshot and self.snapshot.running):
+        busy = self.snapshot is not None and self.snapshot.running
+        return bool(self._due or self._requests) and not (busy or self._disabled)
+
+    def boundary(self, progress: Progress, order: Sequence[Unit]) -> None:
+        """Call it when all units are at version `progress.step`, on the host too, in the `order` of their
+        next updates."""
+        if self.due(progress.step):
             self._begin(progress, order)
 
     def before_update(self, unit: Unit) -> None:

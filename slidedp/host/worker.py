@@ -98,6 +98,8 @@ class OptimizerWorker:
         self._profiled = range(0)
         self._started: dict[int, list[int]] = {}
         self._early: list[Landed | Written] = []  # of the next step
+        self._stored = False
+        """Whether this step leaves all of the state on the host, what stays on GPUs too."""
         self._frozen = frozen_units(state.units)
         self._segments = [segments(unit, config.optimizer) for unit in state.units]
         self._starts = unit_starts(state.units)
@@ -112,6 +114,7 @@ class OptimizerWorker:
         cut = layout.chunk_bytes, self.state.dtype.itemsize, len(self.ranks), layout.vocabulary_pieces
         self._chunks = [chunks(unit, *cut) for unit in self.state.units]
         self._on_gpu = layout.updated_on_gpu(len(self.state.units) - 2, self._frozen)
+        self._resident = layout.resident_on_gpu(len(self.state.units) - 2, self._frozen)
 
     def _begin_pass(self) -> None:
         in_forward = self.layout.schedule == "in_forward"
@@ -241,10 +244,14 @@ class OptimizerWorker:
 
     def _send_coefficients(self) -> None:
         if self._on_gpu:
+            self._stored = bool(self._resident) and self.checkpoints.due(self.step + 1)
             for index in sorted(self._on_gpu):  # the ranks write these from now on
-                self.checkpoints.before_update(self.state.units[index])
+                unit = self.state.units[index]
+                copy_alone = index in self._resident and self.state.unit(unit).working is not None
+                if self._stored or not copy_alone:
+                    self.checkpoints.before_update(unit)
             scale = None if self._skipped else self._denominator_scale() * self._clip
-            self._send(Coefficients(self.step, scale, self._lr(), self.updates + 1))
+            self._send(Coefficients(self.step, scale, self._lr(), self.updates + 1, self._stored))
 
     def _expect(self, message: Landed) -> None:
         """Counting a chunk of another step, or one too many, would end in a wait without end."""
@@ -283,10 +290,11 @@ class OptimizerWorker:
         if self._to_update[index] == 0:
             self._send(Published(index, self.number + 1))
             if not any(self._to_update):
+                whole = not self._resident or self._stored  # the host has all of the state, at one version
                 if self._last_pass:
                     self._complete_step()
                 self.number += 1
-                if self.number % self.passes == 0:
+                if self.number % self.passes == 0 and whole:
                     # Before anything of the next step: GPU updates `in_backward` may begin with it.
                     self.checkpoints.boundary(self.progress, self._update_order())
                 self._begin_pass()

@@ -39,7 +39,7 @@ STAGES = {
 }
 FIELDS = {
     "route": ("delivery", "reduction", "transport"),
-    "update": ("schedule", "landing", "gpu_updates"),
+    "update": ("schedule", "landing", "gpu_updates", "resident_updates"),
     "buffers": ("chunk_bytes", "window", "gradient_slots"),
     "activations": ("activations", "partial_budget"),
 }
@@ -154,7 +154,11 @@ class AutoPolicy:
                 for reduction in REDUCTIONS:
                     count = now.gpu_updates if reduction == "gpu" else 0
                     layout = dataclasses.replace(
-                        now, delivery=delivery, reduction=reduction, gpu_updates=count
+                        now,
+                        delivery=delivery,
+                        reduction=reduction,
+                        gpu_updates=count,
+                        resident_updates=min(count, now.resident_updates),
                     )
                     yield self.candidates.filled(layout), f"{delivery} + {reduction}"
         elif stage == "update":
@@ -167,9 +171,17 @@ class AutoPolicy:
                 ]
             for schedule, landing, name in ways:
                 for count in self._gpu_updates(now):
-                    layout = dataclasses.replace(now, schedule=schedule, landing=landing, gpu_updates=count)
-                    where = f", {count} unit(s) on the GPUs" if count else ""
-                    yield self.candidates.filled(layout), name + where
+                    for resident in sorted({0, count}):
+                        layout = dataclasses.replace(
+                            now,
+                            schedule=schedule,
+                            landing=landing,
+                            gpu_updates=count,
+                            resident_updates=resident,
+                        )
+                        where = f", {count} unit(s) on the GPUs" if count else ""
+                        where += " with their state" if resident else ""
+                        yield self.candidates.filled(layout), name + where
         elif stage == "buffers":
             for chunk in sorted({*CHUNKS, now.chunk_bytes}):
                 for window in sorted({*WINDOWS, now.window, self.workload.layers}):  # the last: all stay

@@ -140,7 +140,7 @@ class Candidates:
             {"activations": "recompute"},
             {"activations": "offload"},
             {"window": 1, "gradient_slots": 1},
-            {"reduction": "gpu", "landing": "ring", "gpu_updates": 0},
+            {"reduction": "gpu", "landing": "ring", "gpu_updates": 0, "resident_updates": 0},
             {"mlp_tile_tokens": least.mlp_tile_tokens},
             {"vocabulary_pieces": least.vocabulary_pieces},
         ]

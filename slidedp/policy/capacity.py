@@ -1,7 +1,7 @@
 """The capacity bound: busy seconds of each resource in a step, whatever the schedule."""
 
 from slidedp.config import Layout
-from slidedp.policy.demands import Demands, lanes, state_bytes, updated_there
+from slidedp.policy.demands import Demands, lanes, resident_there, state_bytes, updated_there
 from slidedp.policy.rates import Rates, Workload
 from slidedp.policy.traffic import traffic
 
@@ -12,7 +12,7 @@ RESOURCES = (COMPUTE, "update", "to_device", "to_host", "collective", "host_memo
 def busy_seconds(w: Workload, r: Rates, layout: Layout, d: Demands) -> dict[str, float]:
     """By resource. The recurrence serves exactly these, besides the host's memory."""
     window = min(layout.window, w.layers)
-    there = layout.updated_on_gpu(w.layers)
+    there, stays = layout.updated_on_gpu(w.layers), layout.resident_on_gpu(w.layers)
     count = (1, w.layers, 1)  # units of each kind
     offloaded = layout.activation_modes(w.layers).count("offload")
     streamed = w.layers - window
@@ -33,8 +33,9 @@ def busy_seconds(w: Workload, r: Rates, layout: Layout, d: Demands) -> dict[str,
     for unit in there:
         k = w.kind(unit)
         worker -= d.update[k]
-        up += d.on_gpu[k].number * d.on_gpu[k].bring
-        down += d.on_gpu[k].number * d.on_gpu[k].write - d.reduce[k].number * d.reduce[k].link
+        number, bring, _, write = d.resident[k] if unit in stays else d.on_gpu[k]
+        up += number * bring
+        down += number * write - d.reduce[k].number * d.reduce[k].link
         if unit <= window:  # in its slot already: its delivery is an all-gather
             up -= d.deliver[k].number * d.deliver[k].link
             collective += d.deliver[k].number * (d.gather_fresh[k] - d.deliver[k].collective)
@@ -62,7 +63,9 @@ def _host_bytes(w: Workload, r: Rates, layout: Layout) -> float:
     edges = (w.embed_params + w.head_params) * w.itemsize
     moved += edges * (t.share_up * t.movers_up + t.share_down * t.movers_down)
     there, number = updated_there(w, layout), lanes(w, layout)
-    moved += (w.params - there) * (state_bytes(w) + number * w.itemsize) + there * (26 - w.itemsize)
+    moved += (w.params - there) * (state_bytes(w) + number * w.itemsize) - there * w.itemsize
+    stays = resident_there(w, layout)
+    moved += 26 * (there - stays) + w.itemsize * stays
     if layout.schedule == "in_forward" and number > 1:
         moved += w.params * w.itemsize * 2  # the sum of the lanes, written and read
     return moved

@@ -49,6 +49,8 @@ class Demands:
     lane_sum: list[float]
     """Of the worker, to sum a unit's lanes before the norm is known; 0 with one lane."""
     on_gpu: list[GpuUpdate]
+    resident: list[GpuUpdate]
+    """As `on_gpu`, for units whose state stays there."""
     stash: float
     fetch: float
     forward: float
@@ -104,7 +106,8 @@ def demands(w: Workload, r: Rates, layout: Layout) -> Demands:
         ],
         update=_worker(sizes, w, r, layout, moved, busy),
         lane_sum=_lane_sums(sizes, w, r, layout),
-        on_gpu=_gpu_updates(sizes, w, r, layout, links),
+        on_gpu=_gpu_updates(sizes, w, r, layout, links, 12, 14),
+        resident=_gpu_updates(sizes, w, r, layout, links, 0, w.itemsize),
         stash=w.input_bytes * down_first,
         fetch=w.input_bytes * up_again,
         forward=r.forward,
@@ -158,12 +161,17 @@ def updated_there(w: Workload, layout: Layout) -> int:
     return sum(w.unit_params(unit) for unit in layout.updated_on_gpu(w.layers))
 
 
+def resident_there(w: Workload, layout: Layout) -> int:
+    """Those of them whose state stays there."""
+    return sum(w.unit_params(unit) for unit in layout.resident_on_gpu(w.layers))
+
+
 def _worker(
     sizes: tuple[int, ...], w: Workload, r: Rates, layout: Layout, moved: Traffic, busy: LinkRates
 ) -> list[float]:
     """Each unit on the worker: beside the forward's traffic, or beside that of both passes."""
     in_forward = layout.schedule == "in_forward"
-    there = updated_there(w, layout)
+    there, stays = updated_there(w, layout), resident_there(w, layout)
     left = max(1, w.params - there)
     units = w.params / w.layer_params / left
     up = moved.forward_up + (0.0 if in_forward else moved.backward_up)
@@ -173,10 +181,11 @@ def _worker(
     window = min(layout.window, w.layers)
     here = sum(w.unit_params(unit) for unit in layout.updated_on_gpu(w.layers) if unit <= window)
     delivered = here * w.itemsize * moved.share_up * moved.movers_up
+    written = 14 * (there - stays) + w.itemsize * stays - (0.0 if in_forward else w.itemsize) * there
     per_param = update_seconds(
         r,
-        up * moved.movers_up * units + (12 * there - delivered) / left,
-        down * moved.movers_down * units + (14 - (0.0 if in_forward else w.itemsize)) * there / left,
+        up * moved.movers_up * units + (12 * (there - stays) - delivered) / left,
+        down * moved.movers_down * units + written / left,
         busy.times(moved.movers_up, moved.movers_down, max(moved.movers_up, moved.movers_down)),
     )
     if not in_forward:  # it sums the lanes in the same pass
@@ -193,15 +202,17 @@ def _lane_sums(sizes: tuple[int, ...], w: Workload, r: Rates, layout: Layout) ->
 
 
 def _gpu_updates(
-    sizes: tuple[int, ...], w: Workload, r: Rates, layout: Layout, links: LinkRates
+    sizes: tuple[int, ...], w: Workload, r: Rates, layout: Layout, links: LinkRates, up: int, down: int
 ) -> list[GpuUpdate]:
-    """12 bytes up and 14 down; where their rate is measured as a whole, the way down is the longer one."""
+    """`up` and `down`: bytes per parameter. Where the rate of 12 up and 14 down is measured as a whole, the
+    way down is the longer one."""
     beside_worker = updated_there(w, layout) < w.params
     found = []
     for params in sizes:
         count, _ = _chunks(params, w, layout)
         share = params / w.ranks / count
-        write = share / r.gpu_update if r.gpu_update else share * 14 / links.both
-        write /= r.under_update if beside_worker else 1.0
-        found.append(GpuUpdate(count, write * 12 / 14, share * 28 / r.device_copy, write))
+        per_byte = 1 / r.gpu_update / 14 if r.gpu_update else 1 / links.both
+        per_byte /= r.under_update if beside_worker else 1.0
+        times = share * up * per_byte, share * 28 / r.device_copy, share * down * per_byte
+        found.append(GpuUpdate(count, *times))
     return found

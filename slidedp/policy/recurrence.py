@@ -57,7 +57,7 @@ def steady_step(w: Workload, r: Rates, layout: Layout, d: Demands, record: bool 
     offloaded = frozenset(
         i + 1 for i, mode in enumerate(layout.activation_modes(layers)) if mode == "offload"
     )
-    there = layout.updated_on_gpu(layers)
+    there, stays = layout.updated_on_gpu(layers), layout.resident_on_gpu(layers)
     in_forward = layout.schedule == "in_forward"
     sums_lanes = in_forward and d.lane_sum[1] > 0
     ring = sums_lanes or (not in_forward and layout.landing == "ring")
@@ -136,7 +136,10 @@ def steady_step(w: Workload, r: Rates, layout: Layout, d: Demands, record: bool 
             spans.append(("deliver", unit, "gather", start, end))
 
     def update_there(unit: int, ready: float) -> None:
-        first, last, written = loads.update(d.on_gpu[kind[unit]], ready)
+        if unit in stays:
+            first, last, written = loads.update_resident(d.resident[kind[unit]], ready)
+        else:
+            first, last, written = loads.update(d.on_gpu[kind[unit]], ready)
         published[unit] = written + 2 * message
         if unit <= window:
             fresh[unit] = first, last

@@ -38,6 +38,14 @@ class Loads:
         self._up, self._busy, self.out = up, busy, out
         return first, self._busy, self.out
 
+    def update_resident(self, chunks: GpuUpdate, ready: float) -> tuple[float, float, float]:
+        """As `update`, for a unit whose state is there and stays: no buffer of the ring is taken."""
+        number, _, work, write = chunks
+        first = max(self._busy, ready) + work
+        self._busy = first + (number - 1) * work
+        self.out = max(max(self.out, first) + number * write, self._busy + write)
+        return first, self._busy, self.out
+
 
 def newest_first(
     landing: list[int],

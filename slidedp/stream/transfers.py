@@ -77,6 +77,8 @@ class Transfers:
         self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
         self._landings: queue.SimpleQueue[tuple[Landed | Written, Arrival] | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[tuple[Landed | Written, Arrival] | None] = queue.SimpleQueue()
+        if device.is_cuda:
+            torch.cuda.synchronize()  # buffers are zeroed on one stream, and used on others
         self._threads = [
             threading.Thread(target=self._guard, args=(work,), name=name, daemon=True)
             for name, work in (
@@ -99,6 +101,7 @@ class Transfers:
             while thread.is_alive():
                 thread.join(0.5)
                 self._abort.check()
+        self._updates.close()
         self._transport.close()
         self.stash.close()
         self.spill.close()

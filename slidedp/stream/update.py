@@ -4,14 +4,19 @@ Per chunk: the FP32 state of the rank's share comes up into a ring of buffers, a
 when the gradient is reduced (`in_forward`: when the norm is known); the working copy and the state go
 back to the host, which stays the authority. No gradient of these units ever crosses the link.
 
+The state of *resident* units stays on the GPU instead, where there is room: 2 bytes per parameter cross the
+link and not 26. The host gets the state for a checkpoint, and when these updates end.
+
 Units at the turn from backward to forward (`embed` and the first layers) are updated last and needed
 first. Their slots are theirs in between, so what ranks compute with goes there at once, and the next
 step's delivery is one all-gather between GPUs.
 """
 
 from collections import deque
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from slidedp.config import Config, Layout
 from slidedp.host.groups import segments
@@ -26,29 +31,55 @@ from slidedp.stream.timeline import Timeline
 from slidedp.stream.transport import UPDATE, Offer, Transport
 
 
-class _Entry:
-    """A ring buffer: the share of one chunk's master, exp_avg and exp_avg_sq, and the new master in the
-    compute dtype."""
+class _State:
+    """The share of one chunk's master, exp_avg and exp_avg_sq, in a buffer of the ring or resident."""
+
+    def __init__(self, device: Device, numel: int) -> None:
+        self.tensors = [device.zeros(numel, torch.float32) for _ in range(3)]
+        self.loaded: Signal | None = None
+        self.free: Signal | None = None
+        """Fired when nothing reads it any more."""
+
+
+class _Out:
+    """A buffer for the new master in the compute dtype, on its way to the host."""
 
     def __init__(self, device: Device, numel: int, dtype: torch.dtype) -> None:
-        self.state = [device.zeros(numel, torch.float32) for _ in range(3)]
-        self.out = device.zeros(numel, dtype)
-        self.loaded: Signal | None = None
+        self.memory = device.zeros(numel, dtype)
         self.free: Signal | None = None
 
 
-def update_numels(units: tuple[Unit, ...], layout: Layout, ranks: int, itemsize: int) -> tuple[int, int]:
-    """(elements of all ring buffers, elements of the waiting gradients) on one rank."""
-    here = [units[i] for i in layout.updated_on_gpu(len(units) - 2, frozen_units(units))]
+class UpdateNumels(NamedTuple):
+    """Elements on one rank."""
+
+    ring: int
+    """FP32 state on its way, three tensors of it."""
+    resident: int
+    """FP32 state that stays, three tensors of it."""
+    out: int
+    """In the compute dtype."""
+    gradients: int
+    """That wait for their update."""
+
+
+def update_numels(units: tuple[Unit, ...], layout: Layout, ranks: int, itemsize: int) -> UpdateNumels:
+    layers, frozen = len(units) - 2, frozen_units(units)
+    here, stay = layout.updated_on_gpu(layers, frozen), layout.resident_on_gpu(layers, frozen)
     cut = layout.chunk_bytes, itemsize, ranks, layout.vocabulary_pieces
-    pieces = [stop - start for u in here for start, stop in chunks(u, *cut)]
-    share = max((shard(0, piece, 0, ranks)[1] for piece in pieces), default=0)
-    return min(layout.update_slots, len(pieces)) * share, sum(padded_numel(u, ranks) // ranks for u in here)
+    shares = {i: [shard(*part, 0, ranks)[1] - part[0] for part in chunks(units[i], *cut)] for i in here}
+    moving = [n for i in here - stay for n in shares[i]]
+    every = [n for i in here for n in shares[i]]
+    return UpdateNumels(
+        ring=min(layout.update_slots, len(moving)) * max(moving, default=0),
+        resident=sum(n for i in stay for n in shares[i]),
+        out=min(layout.update_slots, len(every)) * max(every, default=0),
+        gradients=sum(padded_numel(units[i], ranks) // ranks for i in here),
+    )
 
 
 class ShardUpdate:
-    """A rank's share of the units that a layout updates on the GPUs. All methods but the constructor
-    belong to the transfer thread."""
+    """A rank's share of the units that a layout updates on the GPUs. All methods but the constructor and
+    `close` belong to the transfer thread."""
 
     def __init__(
         self,
@@ -67,27 +98,32 @@ class ShardUpdate:
         self._transport = transport
         self._state, self._gates, self._abort = state, gates, abort
         self._rank, self._ranks = rank, ranks
-        self.indices = layout.updated_on_gpu(len(state.units) - 2, frozen_units(state.units))
+        layers, frozen = len(state.units) - 2, frozen_units(state.units)
+        self.indices = layout.updated_on_gpu(layers, frozen)
         # An embedding in pieces has no slot of its own.
-        self._in_slot = range(int(layout.vocabulary_pieces > 1), min(layout.window, len(state.units) - 2) + 1)
+        self._in_slot = range(int(layout.vocabulary_pieces > 1), min(layout.window, layers) + 1)
         order = sorted(self.indices, reverse=layout.schedule == "in_backward")
-        itemsize = state.dtype.itemsize
-        cut = layout.chunk_bytes, itemsize, ranks, layout.vocabulary_pieces
+        cut = layout.chunk_bytes, state.dtype.itemsize, ranks, layout.vocabulary_pieces
         self._chunks = {i: chunks(state.units[i], *cut) for i in order}
         self._gradients = {
             i: device.zeros(padded_numel(state.units[i], ranks) // ranks, config.gradient_dtype)
             for i in order
         }
         self._segments = {i: segments(state.units[i], config.optimizer) for i in order}
-        self._sequence = [(state.units[i], *chunk) for i in order for chunk in self._chunks[i]]
+        resident = layout.resident_on_gpu(layers, frozen)
+        moving = [i for i in order if i not in resident]
+        self._sequence = [(state.units[i], *chunk) for i in moving for chunk in self._chunks[i]]
+        numels = update_numels(state.units, layout, ranks, state.dtype.itemsize)
         entries = min(layout.update_slots, len(self._sequence))
-        numel = update_numels(state.units, layout, ranks, itemsize)[0] // max(1, entries)
-        self._ring = [_Entry(device, numel, state.dtype) for _ in range(entries)]
+        self._ring = [_State(device, numels.ring // entries) for _ in range(entries)]
+        count = min(layout.update_slots, sum(map(len, self._chunks.values())))
+        self._outs = deque(_Out(device, numels.out // count, state.dtype) for _ in range(count))
         self._position = 0
-        self._loaded: deque[_Entry] = deque()
+        self._loaded: deque[_State] = deque()
         self._written: dict[tuple[int, int], Signal] = {}
         self._landed: dict[tuple[int, int], Signal] = {}
         self._fresh: dict[int, list[Offer]] = {}
+        self._resident = self._bring(resident)
 
     # --- gradients ------------------------------------------------------------------------------
 
@@ -123,12 +159,46 @@ class ShardUpdate:
         for earlier in (entry.free, self._written.get((unit.index, start))):
             if earlier is not None:
                 earlier.wait(stream)
-        first, _, last = shard(start, stop, self._rank, self._ranks)
-        with self._timeline.span("load", unit.name, "load", stream, stream), on(stream):
-            for target, source in zip(entry.state, self._state.tensors(unit), strict=True):
-                target[: last - first].copy_(source[first:last], non_blocking=True)
-        entry.loaded = self._fired(stream)
+        with self._timeline.span("load", unit.name, "load", stream, stream):
+            self._load(entry, unit, start, stop)
         self._loaded.append(entry)
+
+    def _load(self, entry: _State, unit: Unit, start: int, stop: int) -> None:
+        first, _, last = shard(start, stop, self._rank, self._ranks)
+        with on(self._device.state_in):
+            for target, source in zip(entry.tensors, self._state.tensors(unit), strict=True):
+                target[: last - first].copy_(source[first:last], non_blocking=True)
+        entry.loaded = self._fired(self._device.state_in)
+
+    def _bring(self, resident: frozenset[int]) -> dict[tuple[int, int], _State]:
+        """The state that stays, by unit and start of the chunk."""
+        parts = [(index, *part) for index in sorted(resident) for part in self._chunks[index]]
+        shares = {part: shard(*part[1:], self._rank, self._ranks) for part in parts}
+        brought = {part[:2]: _State(self._device, end - first) for part, (first, end, _) in shares.items()}
+        if self._device.state_in is not None:  # it is zeroed there
+            self._device.state_in.wait_stream(torch.cuda.current_stream())
+        for index, start, stop in parts:
+            self._load(brought[index, start], self._state.units[index], start, stop)
+        return brought
+
+    def close(self) -> None:
+        """Writes to the host what has stayed, on every rank: all of it is there on return."""
+        if not self._resident:
+            return
+        for index, parts in self._chunks.items():
+            for start, stop in parts:
+                if (entry := self._resident.get((index, start))) is not None:
+                    self._write(entry, self._state.units[index], start, stop, count=3)
+        self._fired(self._device.state_out).synchronize()
+        if self._ranks > 1:
+            dist.barrier()  # whoever reads next may read another rank's share
+
+    def _write(self, entry: _State, unit: Unit, start: int, stop: int, count: int) -> None:
+        """Enqueues the way to the host of the first `count` of master, exp_avg and exp_avg_sq."""
+        first, _, last = shard(start, stop, self._rank, self._ranks)
+        with on(self._device.state_out):
+            for target, source in zip(self._state.tensors(unit)[:count], entry.tensors, strict=False):
+                target[first:last].copy_(source[: last - first], non_blocking=True)
 
     def _fired(self, stream: torch.cuda.Stream | None) -> Signal:
         signal = Signal(self._abort)
@@ -136,69 +206,79 @@ class ShardUpdate:
         return signal
 
     def update(self, unit: Unit, step: int) -> Signal:
-        """Enqueues the unit's update of `step`; the signal fires when all of it is on the host."""
+        """Enqueues the unit's update of `step`; the signal fires when the host has what is to go there."""
         device, coefficients = self._device, self._gates.wait_coefficients(step)
+        skipped, working = coefficients.grad_scale is None, self._state.unit(unit).working is not None
         slot = self._buffers.slot(unit) if unit.index in self._in_slot else None
         if slot is not None:
             slot.wait_free(device.update)
         offers = []
         for start, stop in self._chunks[unit.index]:
+            resident = self._resident.get((unit.index, start))
+            entry, out = resident or self._loaded.popleft(), self._outs[0]
+            for earlier in (entry.loaded, entry.free, self._landed[unit.index, start]):
+                if earlier is not None:
+                    earlier.wait(device.update)
             first, _, last = shard(start, stop, self._rank, self._ranks)
-            entry = self._loaded.popleft()
-            assert entry.loaded is not None
-            entry.loaded.wait(device.update)
-            self._landed[unit.index, start].wait(device.update)
-            state = [tensor[: last - first] for tensor in entry.state]
-            out = entry.out[: last - first]
-            grad_scale = coefficients.grad_scale
-            if grad_scale is None:
-                entry.free = self._fired(device.update)
-                self._load_next()
-                continue
-            with on(device.update):
-                gradient = self.gradient(unit, start, stop)
-                self._adamw(unit, first, last, [*state, out, gradient], grad_scale, coefficients)
-                if slot is not None:  # a copy: the slot may be another unit's before `out` is on the host
-                    slot.memory[first:last].copy_(out)
-            if slot is not None:
-                offers.append(self._transport.offer(UPDATE, device.update))
-            self._fired(device.update).wait(device.state_out)
+            if not skipped:
+                self._adamw(unit, start, stop, entry, out, coefficients)
+                if slot is not None:
+                    with on(device.update):
+                        slot.memory[first:last].copy_(out.memory[: last - first])
+                    offers.append(self._transport.offer(UPDATE, device.update))
             stream = device.state_out
+            self._fired(device.update).wait(stream)
             with self._timeline.span("write", unit.name, "write", stream, stream), on(stream):
-                if self._state.unit(unit).working is not None:  # what others wait for goes first
-                    self._state.delivered(unit)[first:last].copy_(out, non_blocking=True)
-                for target, source in zip(self._state.tensors(unit), state, strict=True):
-                    target[first:last].copy_(source, non_blocking=True)
-            entry.free = self._written[unit.index, start] = self._fired(device.state_out)
-            self._load_next()
+                if working and not skipped:  # what others wait for goes first
+                    self._state.delivered(unit)[first:last].copy_(
+                        out.memory[: last - first], non_blocking=True
+                    )
+                count = self._leaving(resident is not None, working, coefficients)
+                self._write(entry, unit, start, stop, count)
+            entry.free = out.free = self._fired(stream)
+            self._outs.rotate(-1)
+            if resident is None:
+                self._written[unit.index, start] = entry.free
+                self._load_next()
         # A step that is skipped leaves the slot as it is: embed's holds the head by then.
-        if slot is not None and coefficients.grad_scale is not None:
+        if slot is not None and not skipped:
             self._fresh[unit.index] = offers
         return self._fired(device.state_out)
 
+    @staticmethod
+    def _leaving(stays: bool, working: bool, coefficients: Coefficients) -> int:
+        """How many tensors of a chunk's state go to the host."""
+        if coefficients.store and stays:
+            return 3
+        if coefficients.grad_scale is None:  # the host has them
+            return 0
+        if not stays:
+            return 3
+        return 0 if working else 1  # ranks that compute in FP32 are delivered the master itself
+
     def _adamw(
-        self,
-        unit: Unit,
-        first: int,
-        last: int,
-        tensors: list[torch.Tensor],
-        grad_scale: float,
-        coefficients: Coefficients,
+        self, unit: Unit, start: int, stop: int, entry: _State, out: _Out, coefficients: Coefficients
     ) -> None:
-        """AdamW on elements [first, last) of the unit: master, exp_avg, exp_avg_sq, out, gradient."""
-        settings = self._optimizer
-        for segment in self._segments[unit.index]:
-            start, stop, lr_factor, weight_decay = segment.within(first, last)
-            if start < stop:
-                adamw_update(
-                    *(tensor[start - first : stop - first] for tensor in tensors),
-                    grad_scale=grad_scale,
-                    lr=coefficients.lr * lr_factor,
-                    betas=settings.betas,
-                    eps=settings.eps,
-                    weight_decay=weight_decay,
-                    step=coefficients.update,
-                )
+        """Enqueues AdamW on the rank's share of the chunk [start, stop) of the unit."""
+        settings, grad_scale = self._optimizer, coefficients.grad_scale
+        assert grad_scale is not None
+        if out.free is not None:
+            out.free.wait(self._device.update)
+        begin, _, end = shard(start, stop, self._rank, self._ranks)
+        tensors = [*entry.tensors, out.memory, self.gradient(unit, start, stop)]
+        with on(self._device.update):
+            for segment in self._segments[unit.index]:
+                first, last, lr_factor, weight_decay = segment.within(begin, end)
+                if first < last:
+                    adamw_update(
+                        *(tensor[first - begin : last - begin] for tensor in tensors),
+                        grad_scale=grad_scale,
+                        lr=coefficients.lr * lr_factor,
+                        betas=settings.betas,
+                        eps=settings.eps,
+                        weight_decay=weight_decay,
+                        step=coefficients.update,
+                    )
 
     # --- delivery -------------------------------------------------------------------------------
 

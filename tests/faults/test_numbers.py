@@ -26,6 +26,7 @@ def run(layout, steps, *names):
     [
         *(Layout(delivery=ROUTES[i][0], reduction=ROUTES[i][1], chunk_bytes=6000) for i in (0, 4, 8)),
         Layout(gpu_updates=5, chunk_bytes=6000),
+        Layout(gpu_updates=6, resident_updates=4, chunk_bytes=6000),
     ],
     ids=lambda at: f"{at.delivery}-{at.reduction}-{at.gpu_updates}",
 )

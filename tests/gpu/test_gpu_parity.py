@@ -36,6 +36,7 @@ def layouts(schedule: str) -> list[Layout]:
             vocabulary_pieces=(1, 3, 4)[i % 3],
             schedule=schedule,
             gpu_updates=(2, 4, 7)[i % 3] if reduction == "gpu" else 0,
+            resident_updates=(0, 3, 7)[i % 3] if reduction == "gpu" else 0,
             update_slots=1 + 2 * (i % 3),
             transport=TRANSPORTS[i % 2],
         )

@@ -92,7 +92,7 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
     clock, events, visits = Clock(), Events(), Visits(w.layers)
     up, down, between = Stream(clock), Stream(clock), Stream(clock)
     state_in, updates, state_out = Stream(clock), Stream(clock), Stream(clock)
-    there = layout.updated_on_gpu(w.layers)
+    there, resident = layout.updated_on_gpu(w.layers), layout.resident_on_gpu(w.layers)
     modes, window = layout.activation_modes(w.layers), min(layout.window, w.layers)
     slots = min(layout.gradient_slots, w.layers)
     program = transfers(w.layers, window, modes, w.tied, there, layout.schedule)
@@ -128,22 +128,26 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
 
     order = sorted(there, reverse=layout.schedule == "in_backward")
     pieces = [(unit, i, size / w.itemsize / w.ranks) for unit in order for i, size in enumerate(chunks(unit))]
+    moving = [piece for piece in pieces if piece[0] not in resident]
 
     def load(step: int, place: int) -> Activity:
         """Brings up the state of the place-th piece of a step once its buffer and its last writing allow."""
-        unit, chunk, share = pieces[place]
+        unit, chunk, share = moving[place]
         waits: list[Any] = [("written", step - 1, unit, chunk)] if step else []
         if place >= layout.update_slots:
-            waits.append(("written", step, *pieces[place - layout.update_slots][:2]))
+            waits.append(("written", step, *moving[place - layout.update_slots][:2]))
         return serve(share * 12 / 14 / r.gpu_update, waits, ("loaded", step, unit, chunk))
 
     def update_chunk(step: int, unit: int, chunk: int, share: float) -> Activity:
-        waits = [("loaded", step, unit, chunk), ("landed", step, unit, chunk)]
+        waits: list[Any] = [("landed", step, unit, chunk)]
+        if unit not in resident:
+            waits.append(("loaded", step, unit, chunk))
         return serve(share * 28 / r.device_copy, waits, ("updated", step, unit, chunk))
 
     def write(step: int, unit: int, chunk: int, share: float) -> Activity:
         waits = [("updated", step, unit, chunk)]
-        return serve(share / r.gpu_update, waits, ("written", step, unit, chunk))
+        size = w.itemsize if unit in resident else 14
+        return serve(share * size / 14 / r.gpu_update, waits, ("written", step, unit, chunk))
 
     def publish_written(step: int, unit: int, chunk: int) -> Activity:
         return serve(2 * r.message_latency, [("written", step, unit, chunk)], ("published", step + 1, unit))
@@ -154,7 +158,7 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
             fetches: list[int] = []
             for t in program:
                 if isinstance(t, Load):
-                    for place in range(len(pieces)):
+                    for place in range(len(moving)):
                         state_in.put(load(step, place))
                     continue
                 unit = t.unit

@@ -104,14 +104,17 @@ def test_activation_modes_are_as_good_as_any_mix(device, batch):
 
 
 def test_spare_memory_is_spent_only_where_it_gains():
-    """Host-bound work gets the leanest layout that is as fast; GPU-bound work fills the memory."""
-    shares = []
+    """Host-bound work keeps its FP32 state on the GPUs and no activations; GPU-bound work fills the memory
+    with activations."""
+    chosen = {}
     for batch in (1, 32):
         there = planned(batch, device=24)
         policy = AutoPolicy(there, H200.rates(workload_of(there)))
-        policy.decide_all()
-        shares.append(policy.records[-1].choice.gpu_bytes / there.device_available)
-    assert shares[0] < 0.3 and shares[1] > 0.7
+        chosen[batch] = policy.decide_all(), policy.records[-1].choice.gpu_bytes / there.device_available
+    (small, share), (large, whole) = chosen[1], chosen[32]
+    assert small.resident_updates == LAYERS + 2 and set(small.activation_modes(LAYERS)) == {"recompute"}
+    assert large.resident_updates < LAYERS + 2 and "recompute" not in large.activation_modes(LAYERS)
+    assert share < 0.5 and whole > 0.7
 
 
 def test_clipping_forbids_updates_in_backward():

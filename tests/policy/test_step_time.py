@@ -39,10 +39,11 @@ def qwen3_8b(ranks: int, batch: int, layers: int = 36) -> Workload:
 
 
 layouts = st.builds(
-    lambda pattern, reduction, gpu_updates, **fields: Layout(
+    lambda pattern, reduction, gpu_updates, resident, **fields: Layout(
         activations=tuple(pattern[i % len(pattern)] for i in range(LAYERS)),
         reduction=reduction,
         gpu_updates=gpu_updates if reduction == "gpu" else 0,
+        resident_updates=min(resident, gpu_updates) if reduction == "gpu" else 0,
         **fields,
     ),
     pattern=st.lists(st.sampled_from(("keep", "recompute", "offload", "partial")), min_size=1, max_size=5),
@@ -54,6 +55,7 @@ layouts = st.builds(
     schedule=st.sampled_from(("in_forward", "in_backward")),
     landing=st.sampled_from(("full", "ring")),
     gpu_updates=st.integers(0, 9),
+    resident=st.integers(0, 9),
     update_slots=st.integers(2, 8),
 )
 LAYERS = 7
@@ -148,7 +150,10 @@ def test_never_under_the_capacity_bound(layout, machine, ranks, batch):
 def test_the_schedule_alone_gives_no_server_more_work_than_time(layout, machine, ranks, batch):
     """Capacity and completion times are computed apart. Without updates on the GPUs, whose state has a
     stream of its own on the link."""
-    layout, workload = dataclasses.replace(layout, gpu_updates=0), qwen3_8b(ranks, batch, LAYERS)
+    layout, workload = (
+        dataclasses.replace(layout, gpu_updates=0, resident_updates=0),
+        qwen3_8b(ranks, batch, LAYERS),
+    )
     rates = machine.rates(workload)
     tasks = demands(workload, rates, layout)
     busy = busy_seconds(workload, rates, layout, tasks)

@@ -104,7 +104,9 @@ def some_layout(random: Random, route: tuple[str, str], **fixed: Any) -> Layout:
         "transport": random.choice(TRANSPORTS),
     }
     if route[1] == "gpu":
-        settings |= {"gpu_updates": random.randint(0, LAYERS + 2), "update_slots": random.randint(1, 9)}
+        there = random.randint(0, LAYERS + 2)
+        resident = random.choice((0, random.randint(0, there), there))
+        settings |= {"gpu_updates": there, "resident_updates": resident, "update_slots": random.randint(1, 9)}
     # A rank's tokens are 48 or fewer: one at a time, tiles with a rest, one for all.
     settings["mlp_tile_tokens"] = random.choice((0, 0, 1, 7, 16, 100))
     settings["vocabulary_pieces"] = random.choice((1, 1, 2, 3, 7))

@@ -17,7 +17,7 @@ from slidedp.checkpoint import save
 from slidedp.host.messages import Written
 from slidedp.host.worker import OptimizerWorker
 from slidedp.model.units import shard
-from slidedp.stream import delivery, reduction, step, transport
+from slidedp.stream import delivery, reduction, step, transport, update
 from slidedp.stream.arena import HostPeers
 from slidedp.stream.device import Abort, Signal
 from slidedp.stream.gates import Gates
@@ -116,7 +116,7 @@ def _spilling_on_a_thread(to_host: Callable) -> Callable:
     return enqueued
 
 
-def _writing_on_a_thread(update: Callable) -> Callable:
+def _writing_on_a_thread(enqueue: Callable) -> Callable:
     """`ShardUpdate.update` as a GPU does it: the rank's share reaches the host some time later."""
 
     def enqueued(updates: ShardUpdate, unit: Any, number: int) -> Signal:
@@ -124,7 +124,7 @@ def _writing_on_a_thread(update: Callable) -> Callable:
         cuts = [shard(*chunk, updates._rank, updates._ranks) for chunk in updates._chunks[unit.index]]
         shares = [array[first:last] for array in arrays for first, _, last in cuts]
         before = [share.clone() for share in shares]
-        update(updates, unit, number)
+        enqueue(updates, unit, number)
         after = [share.clone() for share in shares]
         for share, old in zip(shares, before, strict=True):
             share.copy_(old)
@@ -278,6 +278,8 @@ PATCHES: dict[str, tuple[Any, Any, str, Wrap]] = {
     "slow pulls of rank 1": (1, HostPeers, "pull", _pausing()),
     "writes of rank 1 on a thread": (1, ShardUpdate, "update", _writing_on_a_thread),
     "no wait for all writes": (None, OptimizerWorker, "handle", _first_write_is_enough),
+    "slow write-back of rank 1": (1, ShardUpdate, "close", _pausing(20 * PAUSE)),  # a new engine takes time
+    "no wait for write-backs": ("all", update.dist, "barrier", _at_once),
     "slow stash": ("all", ActivationStash, "to_host", _pausing()),
     "stash on a thread": ("all", ActivationStash, "to_host", _on_a_thread),
     "spill on a thread": ("all", SpillStore, "to_host", _spilling_on_a_thread),

@@ -94,6 +94,27 @@ def test_a_mean_of_the_ranks_means_shows():
     assert result(run(wanted, ("mean of means",))) != undelayed(wanted)
 
 
+# --- state that stays on the GPUs -------------------------------------------------------------------
+
+
+def switched(*names: str) -> list[bytes]:
+    """The masters after a switch between layouts whose chunks, and so the ranks' shares, differ."""
+    here = {"schedule": "in_backward", "gpu_updates": LAYERS + 2, "resident_updates": LAYERS + 2}
+    case = config(layout(**here), steps=6, clip_norm=None)
+    arguments = {"names": names, "record": False}
+    there = layout(**here | {"chunk_bytes": 2**20})
+    outcome = pool(2).run(
+        case, layouts={1: there}, patch="tests.stream.patches.apply", patch_arguments=arguments
+    )
+    assert [wanted for _, wanted in outcome.layouts] == [case.layout, there]
+    return [master.numpy().tobytes() for master in outcome.masters]
+
+
+def test_a_new_layout_waits_for_what_other_ranks_write_back():
+    assert switched() == switched("slow write-back of rank 1")
+    assert switched() != switched("slow write-back of rank 1", "no wait for write-backs")
+
+
 # --- one version ----------------------------------------------------------------------------------
 
 
