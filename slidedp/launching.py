@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from slidedp.checkpoint.folder import CHECKPOINTS
 from slidedp.checkpoint.resume import load
-from slidedp.config import DTYPES, Config
+from slidedp.config import Config
 from slidedp.data.prepare import is_prepared, sources
 from slidedp.errors import ConfigError, reason
 from slidedp.host.state import HostState
@@ -94,18 +94,13 @@ def nothing_left_on_failure(folder: Path) -> Iterator[None]:
         raise
 
 
-def loaded_state(preflight: Plan, source: Path | None) -> HostState:
-    """The training state in shared memory: of the checkpoint `source`, or the model's or random weights."""
+def fill_state(state: HostState, preflight: Plan, source: Path | None) -> None:
+    """What the run starts with: the checkpoint `source`, or the model's or random weights."""
     config = preflight.config
-    state = HostState(preflight.units, DTYPES[str(config.compute_dtype)])
-    try:
-        if source is not None:
-            load(source, state)
-        elif isinstance(config.model, str) and not config.random_weights:
-            load_pretrained(state, config.model)
-        else:
-            fill_random(state, preflight.model, config.seed)
-    except BaseException:
-        state.close()
-        raise
-    return state
+    state.touch()
+    if source is not None:
+        load(source, state)
+    elif isinstance(config.model, str) and not config.random_weights:
+        load_pretrained(state, config.model)
+    else:
+        fill_random(state, preflight.model, config.seed)

@@ -119,6 +119,12 @@ class Processes:
     def name(self, index: int) -> str:
         return f"rank {index}" if index < self.ranks else "the optimizer worker"
 
+    def begin(self) -> None:
+        """The state is as the run starts with: ranks may read it."""
+        for pipe in self._pipes[: self.ranks]:
+            with contextlib.suppress(OSError):  # `follow` tells why it has ended
+                pipe.send(None)
+
     def command(self, command: SetLayout | Stop | Save | Profile) -> None:
         """Tells the worker, who tells the ranks. OSError where it has ended."""
         self._pipes[-1].send(command)
@@ -210,7 +216,7 @@ class Processes:
                 os.kill(process.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kills what still runs, and waits for it. For the following thread."""
+        """Kills what still runs, and waits for it. For the following thread, or before there is one."""
         for process in self._all:
             if process.exitcode is None:
                 process.kill()

@@ -81,7 +81,6 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
     config = setup.config
     ranks = int(config.ranks or 1)
     abort = Abort()
-    launcher.send({"kind": "mark", "what": f"rank {rank} imported and connected", "time": time.time()})
     device = Device(str(config.device), rank)
     if device.compute is not None:
         torch.cuda.set_stream(device.compute)
@@ -390,5 +389,8 @@ def main(rank: int, setup: RankSetup, worker: Connection, launcher: Connection, 
             share_cores(ranks)
             return_freed_memory()
         join_ranks(str(setup.config.device), rank, ranks, setup.rendezvous)
+        launcher.send({"kind": "mark", "what": f"rank {rank} imported and connected", "time": time.time()})
+        doing["compute"] = (setup.start, "", "wait for the state")
+        launcher.recv()  # see Processes.begin
         run_rank(rank, setup, worker, launcher)
         dist.destroy_process_group()

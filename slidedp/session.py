@@ -18,7 +18,7 @@ import torch
 from slidedp.checkpoint import resume as resuming
 from slidedp.checkpoint.folder import ASSETS, CHECKPOINTS, Progress, find, folder_name, remove_partial
 from slidedp.checkpoint.save import Saving, Snapshot
-from slidedp.config import Config, Layout
+from slidedp.config import DTYPES, Config, Layout
 from slidedp.data.prepare import check_samples, prepare, prepare_held_out
 from slidedp.data.samples import Samples
 from slidedp.errors import ConfigError
@@ -26,8 +26,8 @@ from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.state import HostState
 from slidedp.host.worker import Profile, Save, SetLayout, Stop
 from slidedp.launching import (
+    fill_state,
     load_tokenizer,
-    loaded_state,
     new_run_folder,
     no_file_for_the_world,
     nothing_left_on_failure,
@@ -166,18 +166,9 @@ class Run:
         self.log = starting = RunLog(folder, description, [])
         try:
             self._mark("launched")
-            self._state = loaded_state(preflight, source)
-            self._mark("state loaded")
-            write_assets(preflight.model, "bfloat16", tokenizer, folder / ASSETS)
-            goes_on = (folder / RUN).exists()
-            self.log = (
-                RunLog.resume(folder, description, start.step)
-                if goes_on
-                else RunLog.create(folder, description)
-            )
-            for event in starting.events("mark"):
-                self.log.add(event)
+            self._state = HostState(preflight.units, DTYPES[str(config.compute_dtype)])
             self._landings.append(self._landing(config.layout))
+            # They import and find one another, tens of seconds on some machines, while the state fills.
             self._processes = Processes(
                 config,
                 preflight.model,
@@ -188,6 +179,23 @@ class Run:
                 folder / TRACES,
                 None if held_out is None else Path(held_out.folder).absolute(),
             )
+            try:
+                fill_state(self._state, preflight, source)
+                self._mark("state loaded")
+                write_assets(preflight.model, "bfloat16", tokenizer, folder / ASSETS)
+                goes_on = (folder / RUN).exists()
+                self.log = (
+                    RunLog.resume(folder, description, start.step)
+                    if goes_on
+                    else RunLog.create(folder, description)
+                )
+                for event in starting.events("mark"):
+                    self.log.add(event)
+                self._processes.begin()
+            except BaseException:
+                self._processes.end()
+                self._processes.release()
+                raise
         except BaseException:
             self._release()
             self._release_state()

@@ -62,14 +62,6 @@ class HostState:
         if dtype == torch.bfloat16:
             sizes["working"] = 2 * total
         self._adopt(units, dtype, {name: Segment(size, name) for name, size in sizes.items()})
-        try:
-            for name, array in self._arrays.items():
-                for unit, start, stop in zip(units, self._starts, self._starts[1:], strict=False):
-                    if not (unit.frozen and name.startswith("exp_avg")):
-                        kernels.fill(array[start:stop], 0.0)  # first touched by all threads
-        except BaseException:  # an interrupt: nobody else could close them
-            self.close()
-            raise
 
     @classmethod
     def open(cls, handle: StateHandle) -> "HostState":
@@ -86,6 +78,13 @@ class HostState:
             name: segment.array(np.uint16 if name == "working" else np.float32)
             for name, segment in segments.items()
         }
+
+    def touch(self) -> None:
+        """Zeros all of it with all threads: the first touch of a large state takes one thread minutes."""
+        for name, array in self._arrays.items():
+            for unit, start, stop in zip(self.units, self._starts, self._starts[1:], strict=False):
+                if not (unit.frozen and name.startswith("exp_avg")):
+                    kernels.fill(array[start:stop], 0.0)
 
     @property
     def handle(self) -> StateHandle:
