@@ -26,11 +26,15 @@ def _layout(activations: str | tuple[str, ...], gpu_updates: int, **settings: ob
     return Layout(activations=activations, gpu_updates=gpu_updates, **fields)  # type: ignore[arg-type]
 
 
+def _resident(activations: str | tuple[str, ...], units: int, **settings: object) -> Layout:
+    return _layout(activations, units, resident_updates=units, **settings)
+
+
 PRESETS = {
     "4b-one-gpu": Preset(
         "4B",
         1,
-        {32: [_layout("keep", n, landing="ring") for n in (8, 19)]},
+        {24: [_resident("keep", 6)], 32: [_resident(("partial",) * 10 + ("keep",) * 26, 6)]},
         [Case(16, "none")],
         [32],
     ),
@@ -45,21 +49,21 @@ PRESETS = {
     "8b-batch-16": Preset(
         "8B",
         2,
-        {16: [_layout("keep", n, window=36, update_slots=40) for n in (10, 14)]},
+        {16: [_resident("keep", 18, window=36), _resident("keep", 24)]},
         [Case(16, "0.5")],
         [16],
     ),
     "8b-batch-4": Preset(
         "8B",
         2,
-        {4: [_layout("keep", n, window=36, update_slots=60) for n in (12, 18)]},
+        {4: [_resident("keep", 38, window=36, chunk_bytes=mib * 2**20) for mib in (64, 512)]},
         [Case(4, "none")],
         [4],
     ),
     "14b": Preset(
         "14B",
         2,
-        {32: [_layout("partial", n, landing="ring") for n in (6,)]},
+        {16: [_resident("partial", 16)], 24: [_resident("partial", 8)]},
         [Case(24, "full")],
         [],
     ),
