@@ -1,6 +1,8 @@
 """One measured case of SlideDP."""
 
+import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -54,7 +56,11 @@ def run_layouts(
             host_memory_budget=host_gib,
             run_folder=str(folder / "run"),
         )
+        launched = time.monotonic()
         with launch(config) as run:
+            wait_for_step(run, 1)
+            passed = time.monotonic() - launched
+            print(f"{batch} sequences per rank: first step {passed:.0f} s after launch", file=sys.stderr)
             begin = 0
             for i, layout in enumerate(layouts):
                 wait_for_step(run, begin + steps)
