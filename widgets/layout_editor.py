@@ -178,9 +178,7 @@ def _controls(layers: int) -> dict[str, ipywidgets.Widget]:
         "window": ipywidgets.IntSlider(min=1, max=layers, description="window (layers)", **slow),
         "gradient_slots": ipywidgets.IntSlider(min=1, max=layers, description="gradient slots", **slow),
         "gpu_updates": ipywidgets.IntSlider(min=0, max=layers + 2, description="GPU updates", **slow),
-        "resident_updates": ipywidgets.IntSlider(
-            min=0, max=layers + 2, description="... state stays", **slow
-        ),
+        "resident_updates": ipywidgets.IntSlider(min=0, max=layers + 2, description="resident", **slow),
         "partial_budget": ipywidgets.FloatSlider(
             min=0.05, max=1.0, step=0.05, description="partial keeps", readout_format=".2f", **slow
         ),

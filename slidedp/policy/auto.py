@@ -166,7 +166,7 @@ class AutoPolicy:
             ways = [("in_forward", "full", "in_forward")]
             if not clips:
                 ways += [
-                    ("in_backward", "full", "in_backward, room for all gradients"),
+                    ("in_backward", "full", "in_backward"),
                     ("in_backward", "ring", "in_backward, ring"),
                 ]
             for schedule, landing, name in ways:
@@ -179,9 +179,8 @@ class AutoPolicy:
                             gpu_updates=count,
                             resident_updates=resident,
                         )
-                        where = f", {count} unit(s) on the GPUs" if count else ""
-                        where += " with their state" if resident else ""
-                        yield self.candidates.filled(layout), name + where
+                        where = f", {count} on GPUs" if count else ""
+                        yield self.candidates.filled(layout), name + where + ", resident" * bool(resident)
         elif stage == "buffers":
             for chunk in sorted({*CHUNKS, now.chunk_bytes}):
                 for window in sorted({*WINDOWS, now.window, self.workload.layers}):  # the last: all stay

@@ -23,7 +23,7 @@ def flip(workload: Workload, rates: Rates, chosen: Layout, other: Layout, name: 
                 r = rates.faster(group, times)
                 first, second = (predict(workload, r, layout).step_seconds for layout in (chosen, other))
                 if second < first * (1 - TIE):
-                    return f"{name} wins where {words} are {times:.2g} times as fast"
+                    return f"{name} wins with {times:.2g} times the speed of {words}"
     return f"no single change up to {FACTORS[-1]:g} times makes {name} win"
 
 
