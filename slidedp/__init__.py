@@ -4,8 +4,9 @@ run = launch(Config(model="folder or hub id", data=Data(path="texts/")))
 run.wait().export("tuned/")
 """
 
-from slidedp.config import Checkpoint, Config, Data, Layout, Optimizer, ParameterGroup
+from slidedp.config import Checkpoint, Config, Data, Optimizer, ParameterGroup
 from slidedp.errors import ConfigError
+from slidedp.layout import Layout
 from slidedp.preflight import Plan, plan
 from slidedp.session import CheckpointFailed, Run, RunFailed, launch
 from slidedp.telemetry import open_run

@@ -15,8 +15,9 @@ from tqdm import tqdm
 
 from slidedp.checkpoint.export import export_checkpoint
 from slidedp.checkpoint.folder import find
-from slidedp.config import DTYPES, Config, Layout
+from slidedp.config import DTYPES, Config
 from slidedp.errors import ConfigError
+from slidedp.layout import Layout
 from slidedp.policy.explain import explain
 from slidedp.policy.probe import probe
 from slidedp.preflight import plan

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 
 import pandas as pd
 
-from slidedp.config import TIMELINE_EVERY, Layout
+from slidedp.config import TIMELINE_EVERY
 from slidedp.errors import ConfigError
+from slidedp.layout import Layout
 from slidedp.preflight import under
 from slidedp.session import Run
 

@@ -5,194 +5,29 @@ unknown or contradictory settings with one line that names the field and the acc
 """
 
 import dataclasses
-import difflib
-import functools
 import math
-import os
 import tomllib
-import types
-import typing
 from dataclasses import dataclass, field
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PretrainedConfig
 
+from slidedp.checks import AUTO, at_least, check_types, choice, from_dict
 from slidedp.errors import ConfigError
 from slidedp.fielddocs import with_field_docs
+from slidedp.layout import Layout
 from slidedp.tables import html_table
 
-DELIVERIES = ("replicated", "sharded", "broadcast")
-REDUCTIONS = ("cpu", "gpu", "gpu_root")
-ACTIVATIONS = ("keep", "partial", "recompute", "offload", "spill")
-TRANSPORTS = ("collective", "copy")
-SCHEDULES = ("in_forward", "in_backward")
-LANDINGS = ("full", "ring")
 LR_SCHEDULES = ("constant", "linear", "cosine", "wsd")
-AUTO = "auto"
-"""As `Config.layout`: the policy chooses."""
 PACKINGS = ("wrapped", "bounded", "padded")
 OVER_LONG = ("refuse", "cut", "drop")
-TURN = 3
-"""Layers whose update the next forward would wait for: see `Layout.updated_on_gpu`."""
 TIMELINE_EVERY = 10
 """Steps between two full timelines in the telemetry; the second step of each is recorded."""
 EXPERTS_EVERY = 100
 """The same for the tokens of every expert: thousands of numbers in a large mixture."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-def _choice(name: str, value: Any, accepted: tuple[str, ...]) -> None:
-    if value not in accepted:
-        raise ConfigError(f"{name}={value!r}: expected one of {', '.join(accepted)}")
-
-
-def _at_least(name: str, value: Any, minimum: float, kind: Any = int) -> None:
-    if not minimum <= value < math.inf:
-        noun = "an integer" if kind is int else "a finite number"
-        raise ConfigError(f"{name}={value!r}: expected {noun} of at least {minimum}")
-
-
-@with_field_docs
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How one step is carried out. Every layout computes the same step; only its cost differs."""
-
-    delivery: str = "sharded"
-    """Host to GPU: `replicated` (every rank copies the whole unit), `sharded` (each rank copies 1/N,
-    then an all-gather between GPUs) or `broadcast` (rank 0 copies, then broadcasts)."""
-    reduction: str = "gpu"
-    """GPU to host: `cpu` (every rank lands its gradient, the worker sums), `gpu` (reduce-scatter,
-    each rank lands 1/N) or `gpu_root` (reduce to rank 0, which lands all)."""
-    transport: str = "collective"
-    """Between GPUs: `collective` (NCCL's kernels; gloo on a CPU) or `copy` (each rank pulls from the others'
-    memory with copy engines, which leaves all SMs to compute; the GPUs must reach one another's memory)."""
-    chunk_bytes: int = 64 * 2**20
-    """Grain of transfer, reduction and update, in bytes. Rounded to whole alignment blocks."""
-    window: int = 3
-    """GPU slots that hold decoder layers."""
-    gradient_slots: int = 2
-    """GPU buffers that hold one decoder layer's gradients each."""
-    activations: str | tuple[str, ...] = "recompute"
-    """What a layer leaves for its backward: `keep` (all intermediates stay on the GPU), `partial` (the
-    compiler keeps `partial_budget` of them and recomputes the cheap rest), `recompute` (only the input
-    stays), `offload` (the input goes to host memory) or `spill` (all intermediates go to host memory, and
-    nothing is recomputed). One mode for all decoder layers, or one each."""
-    partial_budget: float = 0.5
-    """Fraction of the intermediates' bytes that `partial` keeps. Without compilation it keeps all."""
-    mlp_tile_tokens: int = 0
-    """Tokens that a layer's MLP (and the norm before it) takes at a time, for long sequences: its memory
-    grows with the tile, and every mode computes the MLP again in backward. 0 takes all at once. A tile that
-    divides a rank's tokens is compiled once; 4096 and more fill a GPU."""
-    vocabulary_pieces: int = 1
-    """Pieces that the embedding and the head are on the GPU in, one or two at a time: their weights and
-    gradients there then take about two such pieces and not a whole vocabulary each. The head comes twice
-    (tied embeddings four times in all) and its logits are computed twice or three times."""
-    schedule: str = "in_forward"
-    """`in_forward`: units update in the next step's forward order, once the global norm is known.
-    `in_backward`: units update from the moment their gradient has landed; clipping is impossible."""
-    landing: str = "full"
-    """Host memory for gradients that `in_backward` has not applied yet. `full`: room for every layer, so
-    backward never waits and the worker takes first what the next forward needs first. `ring`: room for
-    a few layers, 2 bytes per parameter less; layers update in the order of backward."""
-
-    gpu_updates: int = 0
-    """Units that are updated on the GPUs and not by the worker: each rank streams its share of the FP32
-    state up, updates it where the summed gradient is, and writes it back. First come those that are
-    updated last and needed first, where the worker would keep the GPUs waiting (`updated_on_gpu`)."""
-    update_slots: int = 8
-    """GPU buffers that each hold a rank's share of one chunk's FP32 state, for `gpu_updates`."""
-    resident_updates: int = 0
-    """How many of the units in `gpu_updates` leave their FP32 state on the GPUs between steps, 12 bytes per
-    parameter over all ranks: only their working copy crosses the link. The host's copy of that state is
-    brought up to date for every checkpoint, when the layout changes, and at the run's end."""
-
-    def __post_init__(self) -> None:
-        _check_types(self, "layout.")
-        _choice("layout.delivery", self.delivery, DELIVERIES)
-        _choice("layout.reduction", self.reduction, REDUCTIONS)
-        _choice("layout.transport", self.transport, TRANSPORTS)
-        _choice("layout.schedule", self.schedule, SCHEDULES)
-        _choice("layout.landing", self.landing, LANDINGS)
-        _at_least("layout.chunk_bytes", self.chunk_bytes, 4096)
-        _at_least("layout.window", self.window, 1)
-        _at_least("layout.gradient_slots", self.gradient_slots, 1)
-        _at_least("layout.mlp_tile_tokens", self.mlp_tile_tokens, 0)
-        _at_least("layout.vocabulary_pieces", self.vocabulary_pieces, 1)
-        _at_least("layout.gpu_updates", self.gpu_updates, 0)
-        _at_least("layout.update_slots", self.update_slots, 1)
-        if self.gpu_updates and self.reduction != "gpu":
-            raise ConfigError(
-                f"layout.gpu_updates={self.gpu_updates} with layout.reduction={self.reduction!r}: ranks hold "
-                "their shares of the summed gradient only with layout.reduction='gpu'; set that, or 0 updates"
-            )
-        if not 0 <= self.resident_updates <= self.gpu_updates:
-            raise ConfigError(
-                f"layout.resident_updates={self.resident_updates} with gpu_updates={self.gpu_updates}: state "
-                "stays only where it is updated; expected 0 to gpu_updates"
-            )
-        if not 0 < self.partial_budget <= 1:
-            raise ConfigError(f"layout.partial_budget={self.partial_budget!r}: expected a number in (0, 1]")
-        modes = (self.activations,) if isinstance(self.activations, str) else self.activations
-        for mode in modes:
-            _choice("layout.activations", mode, ACTIVATIONS)
-
-    def __repr__(self) -> str:
-        """What differs from the defaults, as Python; a mode per layer is told by its stretches."""
-        parts = []
-        for setting in dataclasses.fields(self):
-            value = getattr(self, setting.name)
-            if value == setting.default:
-                continue
-            text = repr(value)
-            if isinstance(value, tuple):
-                text = " + ".join(f"({mode!r},) * {len([*run])}" for mode, run in groupby(value))
-            elif setting.name == "chunk_bytes" and value % 2**20 == 0:
-                text = f"{value // 2**20} * 2**20"
-            parts.append(f"{setting.name}={text}")
-        return f"Layout({', '.join(parts)})"
-
-    def _repr_html_(self) -> str:
-        rows = []
-        for setting in dataclasses.fields(self):
-            value = getattr(self, setting.name)
-            if isinstance(value, tuple):
-                text = ", ".join(f"{len([*run])} {mode}" for mode, run in groupby(value))
-            elif setting.name == "chunk_bytes":
-                text = f"{value / 2**20:g} MiB"
-            else:
-                text = str(value)
-            rows.append((setting.name, text, "default" if value == setting.default else ""))
-        return html_table("Layout", rows)
-
-    def activation_modes(self, layers: int) -> tuple[str, ...]:
-        """One mode per decoder layer."""
-        if isinstance(self.activations, str):
-            return (self.activations,) * layers
-        if len(self.activations) != layers:
-            raise ConfigError(
-                f"layout.activations names {len(self.activations)} layers, the model has {layers}: "
-                "give one mode, or one per layer"
-            )
-        return self.activations
-
-    def updated_on_gpu(self, layers: int, frozen: frozenset[int] = frozenset()) -> frozenset[int]:
-        """Indices of the units that `gpu_updates` means: `embed` (0) and the first layers, up to TURN of
-        those whose slots are theirs from backward to the next forward; then other layers, evenly spread, so
-        that the GPUs and the worker both keep up with backward; the head (layers + 1) last. The indices in
-        `frozen` are left out."""
-        near = 1 + min(self.window, layers, TURN)
-        count = min(self.gpu_updates, layers + 2)
-        rest = layers + 1 - near
-        spread = min(max(0, count - near), rest)
-        chosen = {*range(min(count, near)), *(near + i * rest // spread for i in range(spread))}
-        return frozenset(chosen | ({layers + 1} if count == layers + 2 else set())) - frozen
-
-    def resident_on_gpu(self, layers: int, frozen: frozenset[int] = frozenset()) -> frozenset[int]:
-        """Indices of the units that `resident_updates` means: the first of `updated_on_gpu`."""
-        return frozenset(sorted(self.updated_on_gpu(layers, frozen))[: self.resident_updates])
 
 
 @with_field_docs
@@ -208,9 +43,9 @@ class ParameterGroup:
     """Their decay, norms and biases included; None decays as `optimizer.weight_decay` says."""
 
     def __post_init__(self) -> None:
-        _at_least("optimizer.groups.lr_factor", self.lr_factor, 0, (int, float))
+        at_least("optimizer.groups.lr_factor", self.lr_factor, 0, (int, float))
         if self.weight_decay is not None:
-            _at_least("optimizer.groups.weight_decay", self.weight_decay, 0, (int, float))
+            at_least("optimizer.groups.weight_decay", self.weight_decay, 0, (int, float))
 
 
 @with_field_docs
@@ -242,14 +77,14 @@ class Optimizer:
     """Steps of the decay of `wsd`; None takes a tenth of the run's steps."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "optimizer.")
-        _at_least("optimizer.lr", self.lr, 0, float)
-        _at_least("optimizer.eps", self.eps, 0, float)
-        _at_least("optimizer.weight_decay", self.weight_decay, 0, float)
-        _at_least("optimizer.warmup_steps", self.warmup_steps, 0)
-        _choice("optimizer.lr_schedule", self.lr_schedule, LR_SCHEDULES)
+        check_types(self, "optimizer.")
+        at_least("optimizer.lr", self.lr, 0, float)
+        at_least("optimizer.eps", self.eps, 0, float)
+        at_least("optimizer.weight_decay", self.weight_decay, 0, float)
+        at_least("optimizer.warmup_steps", self.warmup_steps, 0)
+        choice("optimizer.lr_schedule", self.lr_schedule, LR_SCHEDULES)
         if self.decay_steps is not None:
-            _at_least("optimizer.decay_steps", self.decay_steps, 1)
+            at_least("optimizer.decay_steps", self.decay_steps, 1)
         for name in ("betas", "groups", "freeze"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
@@ -313,14 +148,14 @@ class Data:
     """Part of the sequences of `path` that is held out, drawn by the seed, if there is no `eval_path`."""
 
     def __post_init__(self) -> None:
-        _check_types(self, "data.")
+        check_types(self, "data.")
         if not self.path:
             raise ConfigError("data.path='': empty: give a text file, or a folder")
         if not self.suffixes or not all(isinstance(s, str) and s.startswith(".") for s in self.suffixes):
             raise ConfigError(f"data.suffixes={self.suffixes!r}: expected file endings such as ('.txt',)")
         if self.packing is not None:
-            _choice("data.packing", self.packing, PACKINGS)
-        _choice("data.over_long", self.over_long, OVER_LONG)
+            choice("data.packing", self.packing, PACKINGS)
+        choice("data.over_long", self.over_long, OVER_LONG)
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(f"data.eval_fraction={self.eval_fraction!r}: expected a number in [0, 1)")
         if self.eval_fraction and self.eval_path is not None:
@@ -343,10 +178,10 @@ class Checkpoint:
 
     def __post_init__(self) -> None:
         if self.every_steps is not None:
-            _at_least("checkpoint.every_steps", self.every_steps, 1)
+            at_least("checkpoint.every_steps", self.every_steps, 1)
         if self.every_minutes is not None:
-            _at_least("checkpoint.every_minutes", self.every_minutes, 0, (int, float))
-        _at_least("checkpoint.keep_last", self.keep_last, 1)
+            at_least("checkpoint.every_minutes", self.every_minutes, 0, (int, float))
+        at_least("checkpoint.keep_last", self.keep_last, 1)
 
 
 @with_field_docs
@@ -418,27 +253,27 @@ class Config:
         if self.layout == AUTO:
             object.__setattr__(self, "layout", Layout())
             object.__setattr__(self, "tune", True)
-        _check_types(self, "")
+        check_types(self, "")
         for name in ("sequence_length", "batch_size", "gradient_accumulation", "steps", "eval_every"):
-            _at_least(name, getattr(self, name), 1)
+            at_least(name, getattr(self, name), 1)
         if self.max_position_embeddings is not None:
-            _at_least("max_position_embeddings", self.max_position_embeddings, 1)
-        _at_least("seed", self.seed, 0)
+            at_least("max_position_embeddings", self.max_position_embeddings, 1)
+        at_least("seed", self.seed, 0)
         if self.seed >= 2**63:
             raise ConfigError(f"seed={self.seed!r}: expected an integer below 2**63")
         if self.ranks is not None:
-            _at_least("ranks", self.ranks, 1)
+            at_least("ranks", self.ranks, 1)
         if self.router_aux_loss_coef is not None:
-            _at_least("router_aux_loss_coef", self.router_aux_loss_coef, 0, float)
+            at_least("router_aux_loss_coef", self.router_aux_loss_coef, 0, float)
         if self.device is not None:
-            _choice("device", self.device, ("cuda", "cpu"))
+            choice("device", self.device, ("cuda", "cpu"))
         for name in ("compute_dtype", "reduce_dtype"):
             if getattr(self, name) is not None:
-                _choice(name, getattr(self, name), tuple(DTYPES))
+                choice(name, getattr(self, name), tuple(DTYPES))
         if self.host_memory_budget is not None:
-            _at_least("host_memory_budget", self.host_memory_budget, 0, float)
+            at_least("host_memory_budget", self.host_memory_budget, 0, float)
         if self.gpu_memory_budget is not None:
-            _at_least("gpu_memory_budget", self.gpu_memory_budget, 0, float)
+            at_least("gpu_memory_budget", self.gpu_memory_budget, 0, float)
         if self.layout.schedule == "in_backward" and self.optimizer.clip_norm is not None:
             raise ConfigError(
                 "layout.schedule='in_backward' cannot clip, since a unit updates before the global "
@@ -486,7 +321,7 @@ class Config:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "Config":
         """Builds a config from nested plain values, as a TOML file holds them."""
-        return _from_dict(cls, values, "")
+        return from_dict(cls, values, "")
 
     @classmethod
     def from_toml(cls, path: str | Path) -> "Config":
@@ -522,62 +357,3 @@ class Config:
             compute_dtype=self.compute_dtype or ("bfloat16" if device == "cuda" else "float32"),
             compile=(device == "cuda") if self.compile is None else self.compile,
         )
-
-
-def _from_dict(cls: Any, values: Any, where: str) -> Any:
-    if not isinstance(values, dict):
-        raise ConfigError(f"{where or 'config'}={values!r}: expected a table of settings")
-    hints = _hints(cls)
-    taken = {}
-    for name, value in values.items():
-        full = f"{where}.{name}" if where else name
-        if name not in hints:
-            near = difflib.get_close_matches(name, hints, 1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            raise ConfigError(f"{full}: unknown setting; {hint}accepted: {', '.join(hints)}")
-        nested = dataclasses.is_dataclass(hints[name]) and value != AUTO
-        taken[name] = _from_dict(hints[name], value, full) if nested else value
-    missing = [
-        f.name
-        for f in dataclasses.fields(cls)
-        if f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
-        and f.name not in taken
-    ]
-    if missing:
-        raise ConfigError(f"{where + '.' if where else ''}{missing[0]}: missing, and has no default")
-    return cls(**taken)
-
-
-@functools.cache
-def _hints(cls: Any) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
-
-
-def _check_types(settings: Any, where: str) -> None:
-    """Turns a value into its field's type where nothing is lost (a path, a list, a whole number), as a
-    TOML file or a notebook gives it; refuses every other."""
-    cls: Any = type(settings)
-    for name, hint in _hints(cls).items():
-        value = getattr(settings, name)
-        taken = _coerce(hint, value, where + name)
-        if taken is not value:
-            object.__setattr__(settings, name, taken)
-
-
-def _coerce(hint: Any, value: Any, full: str) -> Any:
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    plain = tuple(typing.get_origin(kind) or kind for kind in kinds)
-    if tuple in plain and isinstance(value, list):
-        element = typing.get_args(kinds[plain.index(tuple)])[0]
-        if dataclasses.is_dataclass(element):
-            return tuple(_from_dict(element, item, f"{full}[{i}]") for i, item in enumerate(value))
-        return tuple(value)
-    if str in plain and isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if float in plain and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if (isinstance(value, bool) and bool not in plain) or not isinstance(value, plain):
-        names = ", ".join(kind.__name__ for kind in plain if kind is not type(None))
-        raise ConfigError(f"{full}={value!r}: expected {names}")
-    return value

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
-from slidedp.config import DTYPES, Config, Layout
+from slidedp.config import DTYPES, Config
 from slidedp.errors import ConfigError
 from slidedp.fielddocs import with_field_docs
 from slidedp.gpus import free_gpu_bytes, reach_one_another
@@ -16,6 +16,7 @@ from slidedp.host.groups import check_groups
 from slidedp.host.landing import LandingPlan
 from slidedp.host.memory import available_bytes
 from slidedp.host.state import aligned_numel, unit_starts
+from slidedp.layout import Layout
 from slidedp.model.experts import experts_of
 from slidedp.model.families import has_halves, load_config, skeleton
 from slidedp.model.footprint import kept_per_token

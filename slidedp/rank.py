@@ -19,7 +19,7 @@ import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
-from slidedp.config import EXPERTS_EVERY, TIMELINE_EVERY, Config, Layout
+from slidedp.config import EXPERTS_EVERY, TIMELINE_EVERY, Config
 from slidedp.data.order import Order, split
 from slidedp.data.samples import Samples
 from slidedp.host.landing import Landing, LandingPlan
@@ -34,6 +34,7 @@ from slidedp.host.process import (
     show_signs_of_life,
 )
 from slidedp.host.state import HostState, StateHandle
+from slidedp.layout import Layout
 from slidedp.model.documents import VARLEN, has_varlen, within_documents
 from slidedp.model.experts import Experts, balance_loss, experts_of, tokens_that_count
 from slidedp.model.families import (

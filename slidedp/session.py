@@ -18,7 +18,7 @@ import torch
 from slidedp.checkpoint import resume as resuming
 from slidedp.checkpoint.folder import ASSETS, CHECKPOINTS, Progress, find, folder_name, remove_partial
 from slidedp.checkpoint.save import Saving, Snapshot
-from slidedp.config import DTYPES, Config, Layout
+from slidedp.config import DTYPES, Config
 from slidedp.data.prepare import check_samples, prepare, prepare_held_out
 from slidedp.data.samples import Samples
 from slidedp.errors import ConfigError
@@ -32,6 +32,7 @@ from slidedp.launching import (
     no_file_for_the_world,
     nothing_left_on_failure,
 )
+from slidedp.layout import Layout
 from slidedp.losses import LossWatch
 from slidedp.model.families import flops_per_token, skeleton
 from slidedp.model.load import check_pretrained

@@ -27,12 +27,13 @@ import torch.multiprocessing as mp
 from slidedp.checkpoint import resume as resuming
 from slidedp.checkpoint.folder import Progress
 from slidedp.checkpoint.save import Saving
-from slidedp.config import DTYPES, Config, Layout
+from slidedp.config import DTYPES, Config
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.memory import Handle, Segment
 from slidedp.host.process import die_with_parent
 from slidedp.host.state import HostState
 from slidedp.host.worker import SetLayout, run_worker
+from slidedp.layout import Layout
 from slidedp.model.families import load_config, skeleton
 from slidedp.model.load import fill_random, load_pretrained
 from slidedp.model.units import Unit, units_of

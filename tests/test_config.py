@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen3Config
 
-from slidedp.config import ACTIVATIONS, LANDINGS, Config, Data, Layout, Optimizer
+from slidedp.config import Config, Data, Optimizer
 from slidedp.errors import ConfigError
+from slidedp.layout import ACTIVATIONS, LANDINGS, Layout
 
 GOOD = {"model": "folder", "data": {"path": "texts"}}
 

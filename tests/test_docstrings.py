@@ -20,7 +20,11 @@ PUBLIC = {name: getattr(module, name) for module in (slidedp, slidedp.widgets) f
     "Candidate": Candidate,
     "Record": Record,
 }
-SETTINGS = [c for c in PUBLIC.values() if dataclasses.is_dataclass(c) and (c.__module__ == "slidedp.config")]
+SETTINGS = [
+    c
+    for c in PUBLIC.values()
+    if dataclasses.is_dataclass(c) and c.__module__ in ("slidedp.config", "slidedp.layout")
+]
 UNIT = re.compile(
     r"bytes|GiB|steps?\b|sequences?|tokens?|minutes|passes|layers?\b|units?\b|buffers?|slots|factor|fraction"
     r"|part of|seed|decay|processes|checkpoints|norm|times",

@@ -18,7 +18,7 @@ import plotly.graph_objects as go
 import traitlets
 from plotly.subplots import make_subplots
 
-from slidedp.config import Layout
+from slidedp.layout import Layout
 from slidedp.session import Run
 from slidedp.telemetry import RunLog, Step, StepReader
 from slidedp.widgets.fit import FitWidth, full_width, update_traces

@@ -5,7 +5,7 @@ from pathlib import Path
 import anywidget
 import traitlets
 
-from slidedp.config import ACTIVATIONS
+from slidedp.layout import ACTIVATIONS
 
 COLORS = {
     "keep": "#0072B2",

@@ -9,8 +9,9 @@ import pandas as pd
 import plotly.graph_objects as go
 import traitlets
 
-from slidedp.config import DELIVERIES, LANDINGS, REDUCTIONS, SCHEDULES, TRANSPORTS, Config, Layout
+from slidedp.config import Config
 from slidedp.errors import ConfigError
+from slidedp.layout import DELIVERIES, LANDINGS, REDUCTIONS, SCHEDULES, TRANSPORTS, Layout
 from slidedp.policy.rates import Rates
 from slidedp.policy.step_time import Prediction, predict
 from slidedp.policy.words import NAMES, WAITS

@@ -8,8 +8,8 @@ import ipywidgets
 import plotly.graph_objects as go
 import traitlets
 
-from slidedp.config import Layout
 from slidedp.errors import ConfigError
+from slidedp.layout import Layout
 from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.records import Candidate, Record, load_records, save_records
 from slidedp.policy.words import NAMES

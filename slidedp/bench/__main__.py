@@ -24,7 +24,7 @@ from slidedp.bench.shapes import QWEN3, qwen3
 from slidedp.bench.slide import random_samples, run_layouts
 from slidedp.bench.table import row
 from slidedp.bench.zero import run_zero2
-from slidedp.config import Layout
+from slidedp.layout import Layout
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,8 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from slidedp import quickstart
 from slidedp.bench.fsdp2 import Case, run_fsdp2
 from slidedp.bench.shapes import QWEN3, qwen3
-from slidedp.config import Config, Data, Layout, Optimizer
+from slidedp.config import Config, Data, Optimizer
 from slidedp.data.prepare import prepare
+from slidedp.layout import Layout
 from slidedp.session import launch
 
 

@@ -19,7 +19,8 @@ from transformers import PretrainedConfig
 from slidedp.bench.shapes import QWEN3, qwen3
 from slidedp.bench.slide import WARM_UP, random_samples, wait_for_step
 from slidedp.bench.speedup import CHOICE
-from slidedp.config import Config, Data, Layout, Optimizer
+from slidedp.config import Config, Data, Optimizer
+from slidedp.layout import Layout
 from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.calibrate import calibrated
 from slidedp.policy.candidates import fits

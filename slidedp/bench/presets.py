@@ -6,7 +6,7 @@ The peers' batches and modes are the best of sweeps on the same GPUs (see docs/p
 from typing import NamedTuple
 
 from slidedp.bench.fsdp2 import Case
-from slidedp.config import Layout
+from slidedp.layout import Layout
 
 
 class Preset(NamedTuple):

@@ -13,9 +13,10 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from slidedp.bench.table import WARM_UP, speed
-from slidedp.config import Config, Data, Layout, Optimizer
+from slidedp.config import Config, Data, Optimizer
 from slidedp.data.samples import write_samples
 from slidedp.host.memory import anonymous_bytes
+from slidedp.layout import Layout
 from slidedp.preflight import GIB, with_layout
 from slidedp.session import Run, launch
 

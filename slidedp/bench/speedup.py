@@ -16,7 +16,8 @@ import pandas as pd
 
 from slidedp.bench.shapes import QWEN3, qwen3
 from slidedp.bench.table import describe
-from slidedp.config import Config, Data, Layout, Optimizer
+from slidedp.config import Config, Data, Optimizer
+from slidedp.layout import Layout
 from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.machines import MACHINES, Machine
 from slidedp.policy.step_time import predict

@@ -10,9 +10,9 @@ the GPUs have no place here: their gradients stay there. Frozen units have none 
 import numpy as np
 import torch
 
-from slidedp.config import Layout
 from slidedp.host.memory import PAGE, Handle, Segment
 from slidedp.host.state import unit_starts
+from slidedp.layout import Layout
 from slidedp.model.units import Unit, aligned, frozen_units
 
 RING = 4

@@ -6,8 +6,8 @@ few hundred small messages a step.
 
 from typing import NamedTuple
 
-from slidedp.config import Layout
 from slidedp.host.memory import Handle
+from slidedp.layout import Layout
 
 
 class Started(NamedTuple):

@@ -20,7 +20,7 @@ import numpy as np
 
 from slidedp.checkpoint.folder import Progress
 from slidedp.checkpoint.save import Checkpointer, Saving
-from slidedp.config import TIMELINE_EVERY, Config, Layout
+from slidedp.config import TIMELINE_EVERY, Config
 from slidedp.host import kernels
 from slidedp.host.groups import segments
 from slidedp.host.landing import Landing, LandingPlan
@@ -28,6 +28,7 @@ from slidedp.host.memory import Handle, anonymous_bytes
 from slidedp.host.messages import Begin, Coefficients, Consumed, Finished, Landed, Published, Started, Written
 from slidedp.host.process import die_with_parent, doing, reporting, show_signs_of_life
 from slidedp.host.state import HostState, StateHandle, unit_starts
+from slidedp.layout import Layout
 from slidedp.model.units import Unit, chunks, frozen_units
 
 

@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from slidedp.config import DELIVERIES, REDUCTIONS, TURN, Config, Layout
+from slidedp.config import Config
 from slidedp.errors import ConfigError
+from slidedp.layout import DELIVERIES, REDUCTIONS, TURN, Layout
 from slidedp.policy.candidates import Candidates, Trial
 from slidedp.policy.flips import TIE, flip
 from slidedp.policy.rates import Rates

@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from slidedp.config import Layout
+from slidedp.layout import Layout
 from slidedp.policy.rates import GROUPS, Rates, Workload
 from slidedp.policy.step_time import predict
 from slidedp.stream.timeline import Span

@@ -8,8 +8,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from slidedp.config import Layout
 from slidedp.errors import ConfigError
+from slidedp.layout import Layout
 from slidedp.policy.flips import TIE
 from slidedp.policy.rates import Rates, Workload
 from slidedp.policy.records import Candidate

@@ -1,6 +1,6 @@
 """The capacity bound: busy seconds of each resource in a step, whatever the schedule."""
 
-from slidedp.config import Layout
+from slidedp.layout import Layout
 from slidedp.policy.demands import Demands, lanes, resident_there, state_bytes, updated_there
 from slidedp.policy.rates import Rates, Workload
 from slidedp.policy.traffic import traffic

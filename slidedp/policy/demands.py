@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
-from slidedp.config import Layout
+from slidedp.layout import Layout
 from slidedp.policy.contention import LinkRates, seconds_per_byte, update_seconds
 from slidedp.policy.rates import Rates, Workload
 from slidedp.policy.traffic import Traffic, route, traffic

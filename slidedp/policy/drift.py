@@ -6,8 +6,9 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from slidedp.config import TIMELINE_EVERY, Layout
+from slidedp.config import TIMELINE_EVERY
 from slidedp.errors import ConfigError
+from slidedp.layout import Layout
 from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.calibrate import calibrated
 from slidedp.policy.words import describe

@@ -1,6 +1,6 @@
 """A few sentences about a layout, made from the model's numbers."""
 
-from slidedp.config import Layout
+from slidedp.layout import Layout
 from slidedp.policy.flips import TIE, regime_change
 from slidedp.policy.rates import Rates, Workload
 from slidedp.policy.step_time import predict

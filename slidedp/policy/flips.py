@@ -1,6 +1,6 @@
 """What would have to change for another layout to win, or another resource to bind."""
 
-from slidedp.config import Layout
+from slidedp.layout import Layout
 from slidedp.policy.rates import Rates, Workload
 from slidedp.policy.step_time import predict
 from slidedp.policy.words import CHANGES

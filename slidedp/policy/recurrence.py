@@ -9,8 +9,8 @@ or a + n·b, whichever is later.
 
 from typing import NamedTuple
 
-from slidedp.config import Layout
 from slidedp.host.landing import RING
+from slidedp.layout import Layout
 from slidedp.policy.demands import Demands
 from slidedp.policy.operations import (
     BACKWARD,

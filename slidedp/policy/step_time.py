@@ -10,7 +10,7 @@ Numbers in, numbers out, step by step in files of their own:
 
 from dataclasses import dataclass
 
-from slidedp.config import Layout
+from slidedp.layout import Layout
 from slidedp.policy.capacity import COMPUTE, busy_seconds
 from slidedp.policy.demands import Demands, demands
 from slidedp.policy.rates import Rates, Workload

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from slidedp.config import Layout
+from slidedp.layout import Layout
 from slidedp.policy.contention import LinkRates
 from slidedp.policy.rates import Rates, Workload
 

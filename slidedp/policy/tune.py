@@ -10,7 +10,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING
 
-from slidedp.config import TIMELINE_EVERY, Layout
+from slidedp.config import TIMELINE_EVERY
+from slidedp.layout import Layout
 from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.calibrate import calibrated
 from slidedp.policy.candidates import Trial

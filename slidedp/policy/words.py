@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from slidedp.config import Layout
+from slidedp.layout import Layout
 
 NAMES = {
     "compute": "the GPUs' compute",

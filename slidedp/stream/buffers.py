@@ -2,7 +2,7 @@
 
 import torch
 
-from slidedp.config import Layout
+from slidedp.layout import Layout
 from slidedp.model.units import ALIGNMENT, Unit, aligned, padded_numel, pieces_of
 from slidedp.stream.arena import Arena, block_bytes
 from slidedp.stream.device import Device, Signal

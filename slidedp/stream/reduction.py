@@ -5,8 +5,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from slidedp.config import Layout
 from slidedp.host.landing import Landing
+from slidedp.layout import Layout
 from slidedp.model.units import Unit, shard
 from slidedp.stream.device import Abort, Device, Signal, on
 from slidedp.stream.transport import Transport

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from slidedp.config import Config, Layout
+from slidedp.config import Config
 from slidedp.host.landing import Landing
 from slidedp.host.process import doing
 from slidedp.host.state import HostState
+from slidedp.layout import Layout
 from slidedp.model.experts import Experts, Routing
 from slidedp.model.families import LayerFunction
 from slidedp.model.loss import linear_cross_entropy, summed_cross_entropy

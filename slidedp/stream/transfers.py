@@ -12,11 +12,12 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from slidedp.config import Config, Layout
+from slidedp.config import Config
 from slidedp.host.landing import Landing
 from slidedp.host.messages import Landed, Written
 from slidedp.host.process import doing
 from slidedp.host.state import HostState
+from slidedp.layout import Layout
 from slidedp.model.units import Unit, chunks
 from slidedp.stream.buffers import Buffers, is_tied
 from slidedp.stream.delivery import Delivery, make_delivery

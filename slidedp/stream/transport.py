@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
-from slidedp.config import Layout
+from slidedp.layout import Layout
 from slidedp.model.units import Unit, chunks, shard
 from slidedp.stream.arena import Arena
 from slidedp.stream.device import Abort, Device, Signal, on

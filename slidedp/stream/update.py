@@ -18,10 +18,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from slidedp.config import Config, Layout
+from slidedp.config import Config
 from slidedp.host.groups import segments
 from slidedp.host.messages import Coefficients
 from slidedp.host.state import HostState
+from slidedp.layout import Layout
 from slidedp.model.units import Unit, chunks, frozen_units, padded_numel, shard
 from slidedp.stream.adamw import adamw_update
 from slidedp.stream.buffers import Buffers

@@ -11,7 +11,7 @@ from typing import NamedTuple, cast
 import torch
 from torch.nn import functional
 
-from slidedp.config import Layout
+from slidedp.layout import Layout
 from slidedp.model.loss import IGNORED, add_product
 from slidedp.model.units import Unit, chunks, pieces_of, vocabulary_matrix
 from slidedp.stream.buffers import Buffer, Buffers, Slot, is_tied

@@ -10,8 +10,9 @@ from slidedp.bench.fsdp2 import Case, run_fsdp2
 from slidedp.bench.parity import losses, summary
 from slidedp.bench.slide import random_samples, run_layouts
 from slidedp.bench.table import row
-from slidedp.config import Config, Data, Layout, Optimizer
+from slidedp.config import Config, Data, Optimizer
 from slidedp.errors import ConfigError
+from slidedp.layout import Layout
 from tests import reference
 from tests.pool import small_model
 

@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from slidedp.config import Layout
+from slidedp.layout import Layout
 from tests.faults.trials import trials
 from tests.pool import Outcome, pool
 from tests.stream.cases import ROUTES, SAME_BITS, config, some_layout

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from slidedp.config import DELIVERIES, REDUCTIONS, TRANSPORTS, Config, Data, Layout, Optimizer
+from slidedp.config import Config, Data, Optimizer
 from slidedp.data.samples import write_samples
+from slidedp.layout import DELIVERIES, REDUCTIONS, TRANSPORTS, Layout
 from slidedp.session import launch
 from tests import reference
 from tests.pool import small_model

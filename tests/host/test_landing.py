@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slidedp.config import LANDINGS, REDUCTIONS, SCHEDULES, Layout
 from slidedp.host.landing import RING, Landing, LandingPlan
 from slidedp.host.memory import PAGE
+from slidedp.layout import LANDINGS, REDUCTIONS, SCHEDULES, Layout
 from slidedp.model.units import Parameter, Unit, aligned
 
 

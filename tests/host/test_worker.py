@@ -10,12 +10,13 @@ import torch
 
 from slidedp.checkpoint.folder import Progress
 from slidedp.checkpoint.save import Saving
-from slidedp.config import Config, Data, Layout, Optimizer
+from slidedp.config import Config, Data, Optimizer
 from slidedp.host import worker as worker_module
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.messages import Begin, Consumed, Finished, Landed, Published, Started
 from slidedp.host.state import HostState
 from slidedp.host.worker import OptimizerWorker, Profile, SetLayout, Stop, run_worker
+from slidedp.layout import Layout
 from slidedp.model.units import Parameter, Unit, chunks
 
 RANKS = 2

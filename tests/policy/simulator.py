@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterator
 from itertools import count
 from typing import Any, NamedTuple
 
-from slidedp.config import Layout
+from slidedp.layout import Layout
 from slidedp.policy.rates import Rates, Workload
 from slidedp.stream.program import Deliver, Fetch, Load, Reduce, Stash, Update, Visits, transfers
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slidedp.config import DELIVERIES, REDUCTIONS, Layout
+from slidedp.layout import DELIVERIES, REDUCTIONS, Layout
 from slidedp.policy.capacity import busy_seconds
 from slidedp.policy.demands import demands
 from slidedp.policy.explain import explain

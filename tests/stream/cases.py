@@ -13,18 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from slidedp.config import (
-    ACTIVATIONS,
-    DELIVERIES,
-    LANDINGS,
-    REDUCTIONS,
-    TRANSPORTS,
-    Config,
-    Data,
-    Layout,
-    Optimizer,
-)
+from slidedp.config import Config, Data, Optimizer
 from slidedp.data.samples import write_samples
+from slidedp.layout import ACTIVATIONS, DELIVERIES, LANDINGS, REDUCTIONS, TRANSPORTS, Layout
 from tests import reference
 from tests.pool import small_model
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slidedp.config import ACTIVATIONS
+from slidedp.layout import ACTIVATIONS
 from slidedp.model.families import load_config, skeleton
 from slidedp.model.tiles import tiled
 from slidedp.model.units import units_of

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from slidedp.config import Layout
+from slidedp.layout import Layout
 from tests.pool import Outcome, pool
 from tests.stream.cases import ROUTES, SAME_BITS, config, expected, some_layout
 

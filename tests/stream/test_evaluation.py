@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from slidedp.config import Data, Layout
+from slidedp.config import Data
 from slidedp.data.order import split
 from slidedp.data.samples import Samples
+from slidedp.layout import Layout
 from slidedp.model.loss import summed_cross_entropy
 from tests.pool import pool
 from tests.reference import logits_of

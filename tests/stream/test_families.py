@@ -6,9 +6,10 @@ from random import Random
 import pytest
 import torch
 
-from slidedp.config import Data, Layout
+from slidedp.config import Data
 from slidedp.errors import ConfigError
 from slidedp.host.state import HostState
+from slidedp.layout import Layout
 from slidedp.model.documents import within_window
 from slidedp.model.families import load_config, skeleton
 from slidedp.model.load import fill_random

@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 
-from slidedp.config import Layout
+from slidedp.layout import Layout
 from tests.pool import Outcome, pool
 from tests.stream.cases import LAYERS, config
 

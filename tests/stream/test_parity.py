@@ -6,7 +6,8 @@ from random import Random
 import numpy as np
 import pytest
 
-from slidedp.config import ACTIVATIONS, Config
+from slidedp.config import Config
+from slidedp.layout import ACTIVATIONS
 from tests.pool import Outcome, pool
 from tests.stream.cases import CHUNKS, LAYERS, ROUTES, config, expected, samples, some_layout
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slidedp.config import ACTIVATIONS, SCHEDULES, Layout
+from slidedp.layout import ACTIVATIONS, SCHEDULES, Layout
 from slidedp.stream.program import (
     FETCH_AHEAD,
     PIECE_SLOTS,
