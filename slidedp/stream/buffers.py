@@ -1,5 +1,7 @@
 """GPU buffers that are made once per layout and reused behind signals."""
 
+from typing import Protocol
+
 import torch
 
 from slidedp.layout import Layout
@@ -8,6 +10,12 @@ from slidedp.stream.arena import Arena, block_bytes
 from slidedp.stream.device import Device, Signal
 from slidedp.stream.program import PIECE_SLOTS
 from slidedp.stream.transport import Receipt
+
+
+class Elements(Protocol):
+    """A buffer cut by a unit's own numbers, whether it holds all of the unit or a part."""
+
+    def __getitem__(self, span: slice, /) -> torch.Tensor: ...
 
 
 class Buffer:

@@ -5,6 +5,7 @@ from typing import Protocol
 import torch
 
 from slidedp.model.units import shard
+from slidedp.stream.buffers import Elements
 from slidedp.stream.device import Device, on
 from slidedp.stream.transport import DELIVERY, Transport
 
@@ -15,7 +16,7 @@ class Delivery(Protocol):
     stream: torch.cuda.Stream | None
     """Where the last operation of a chunk is enqueued."""
 
-    def chunk(self, host: torch.Tensor, slot: torch.Tensor, start: int, stop: int) -> None:
+    def chunk(self, host: torch.Tensor, slot: Elements, start: int, stop: int) -> None:
         """Enqueues elements [start, stop) of `host` (the unit on the host) into `slot`."""
 
 
@@ -25,7 +26,7 @@ class Replicated:
     def __init__(self, device: Device) -> None:
         self.stream = device.to_device
 
-    def chunk(self, host: torch.Tensor, slot: torch.Tensor, start: int, stop: int) -> None:
+    def chunk(self, host: torch.Tensor, slot: Elements, start: int, stop: int) -> None:
         with on(self.stream):
             slot[start:stop].copy_(host[start:stop], non_blocking=True)
 
@@ -38,7 +39,7 @@ class Sharded:
         self._rank, self._ranks = rank, ranks
         self.stream = transport.gathers
 
-    def chunk(self, host: torch.Tensor, slot: torch.Tensor, start: int, stop: int) -> None:
+    def chunk(self, host: torch.Tensor, slot: Elements, start: int, stop: int) -> None:
         first, last, host_last = shard(start, stop, self._rank, self._ranks)
         with on(self._to_device):
             slot[first:host_last].copy_(host[first:host_last], non_blocking=True)
@@ -53,7 +54,7 @@ class Broadcast:
         self._to_device, self._transport, self._rank = device.to_device, transport, rank
         self.stream = transport.gathers
 
-    def chunk(self, host: torch.Tensor, slot: torch.Tensor, start: int, stop: int) -> None:
+    def chunk(self, host: torch.Tensor, slot: Elements, start: int, stop: int) -> None:
         if self._rank == 0:
             with on(self._to_device):
                 slot[start:stop].copy_(host[start:stop], non_blocking=True)

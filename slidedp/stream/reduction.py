@@ -8,6 +8,7 @@ import torch
 from slidedp.host.landing import Landing
 from slidedp.layout import Layout
 from slidedp.model.units import Unit, shard
+from slidedp.stream.buffers import Elements
 from slidedp.stream.device import Abort, Device, Signal, on
 from slidedp.stream.transport import Transport
 
@@ -28,7 +29,7 @@ Place = Callable[[Unit, int, int], torch.Tensor]
 class Reduction(Protocol):
     """One way of reduction. The gradient buffer is free when every arrival of its chunks is done."""
 
-    def chunk(self, unit: Unit, gradient: torch.Tensor, start: int, stop: int) -> Arrival:
+    def chunk(self, unit: Unit, gradient: Elements, start: int, stop: int) -> Arrival:
         """Enqueues the reduction of elements [start, stop); `gradient` is complete on the streams."""
 
 
@@ -38,7 +39,7 @@ class OnHost:
     def __init__(self, device: Device, landing: Landing, rank: int, abort: Abort) -> None:
         self._device, self._landing, self._rank, self._abort = device, landing, rank, abort
 
-    def chunk(self, unit: Unit, gradient: torch.Tensor, start: int, stop: int) -> Arrival:
+    def chunk(self, unit: Unit, gradient: Elements, start: int, stop: int) -> Arrival:
         done = Signal(self._abort)
         with on(self._device.to_host):
             lane = self._landing.lane(unit, self._rank)
@@ -66,7 +67,7 @@ class Scattered:
         self._transport, self._place, self._rank, self._ranks = transport, place, rank, ranks
         self._land = _Land(device, transport, abort, norm)
 
-    def chunk(self, unit: Unit, gradient: torch.Tensor, start: int, stop: int) -> Arrival:
+    def chunk(self, unit: Unit, gradient: Elements, start: int, stop: int) -> Arrival:
         first, last, host_last = shard(start, stop, self._rank, self._ranks)
         self._transport.reduce_scatter(gradient[start : start + (last - first) * self._ranks])
         return self._land(gradient[first:host_last], self._place(unit, start, stop))
@@ -87,7 +88,7 @@ class ToRoot:
         self._transport, self._landing, self._rank, self._abort = transport, landing, rank, abort
         self._land = _Land(device, transport, abort, norm)
 
-    def chunk(self, unit: Unit, gradient: torch.Tensor, start: int, stop: int) -> Arrival:
+    def chunk(self, unit: Unit, gradient: Elements, start: int, stop: int) -> Arrival:
         self._transport.reduce(gradient[start:stop])
         if self._rank == 0:
             return self._land(gradient[start:stop], self._landing.lane(unit, 0)[start:stop])

@@ -19,7 +19,7 @@ from slidedp.host.process import doing
 from slidedp.host.state import HostState
 from slidedp.layout import Layout
 from slidedp.model.units import Unit, chunks
-from slidedp.stream.buffers import Buffers, is_tied
+from slidedp.stream.buffers import Buffers, Elements, is_tied
 from slidedp.stream.delivery import Delivery, make_delivery
 from slidedp.stream.device import Abort, Device, on
 from slidedp.stream.gates import Gates
@@ -176,7 +176,8 @@ class Transfers:
 
     def _deliver(self, step: Step, unit: Unit, transfer: Deliver, delivery: Delivery) -> None:
         slot, forward = self.buffers.slot(unit), transfer.visit <= self._visits.head
-        memory, parts = slot.memory, self._chunks(unit)
+        memory: Elements = slot.memory
+        parts = self._chunks(unit)
         if self.vocabulary is not None and transfer.piece is not None:
             slot = self.vocabulary.slot(transfer.visit)
             memory = self.vocabulary.slot_memory(unit, transfer.piece, transfer.visit)
@@ -205,7 +206,8 @@ class Transfers:
     def _reduce(self, step: Step, unit: Unit, reduction: Reduction, piece: int | None) -> None:
         index: Index = unit.index
         buffer, parts = self.buffers.gradient(unit), list(enumerate(self._chunks(unit)))
-        gradient, reduces = buffer.memory, self._transport.reduces
+        gradient: Elements = buffer.memory
+        reduces = self._transport.reduces
         if self.vocabulary is not None and piece is not None:
             index, buffer = (unit.index, piece), self.vocabulary.gradient(unit, piece)
             gradient = self.vocabulary.gradient_memory(unit, piece)

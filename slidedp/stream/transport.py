@@ -5,6 +5,7 @@ another rank. `Copies` pull from the other ranks' memory with copy engines, whic
 meeting in a collective, ranks count what each has ready and what each has read.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 import torch
@@ -194,21 +195,29 @@ class Copies:
             torch.sum(staging, 0, out=part)
 
     def gathered(self) -> Receipt:
-        return _Read(self, GATHERED, self._posted[GATHERED])
+        return self._receipt(GATHERED)
 
     def reduced(self) -> Receipt:
-        return _Read(self, REDUCED, self._posted[REDUCED])
+        return self._receipt(REDUCED)
+
+    def _receipt(self, kind: int) -> Receipt:
+        count = self._posted[kind]
+
+        def wait(stream: torch.cuda.Stream | None) -> None:
+            for peer in self._others:
+                self._wait(kind, peer, count, stream)
+
+        return _Read(wait)
 
     def close(self) -> None:
         self._peers.close()
 
 
 class _Read:
-    """A receipt: the other ranks' counts of what they have read."""
+    """A receipt by the other ranks' counts of what they have read."""
 
-    def __init__(self, copies: Copies, kind: int, count: int) -> None:
-        self._copies, self._kind, self._count = copies, kind, count
+    def __init__(self, wait: Callable[[torch.cuda.Stream | None], None]) -> None:
+        self._wait = wait
 
     def wait(self, stream: torch.cuda.Stream | None) -> None:
-        for peer in self._copies._others:
-            self._copies._wait(self._kind, peer, self._count, stream)
+        self._wait(stream)

@@ -6,7 +6,7 @@ is delivered to and reduced from. Both find a piece's slot and gradient buffer b
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
@@ -14,7 +14,7 @@ from torch.nn import functional
 from slidedp.layout import Layout
 from slidedp.model.loss import IGNORED, add_product
 from slidedp.model.units import Unit, chunks, pieces_of, vocabulary_matrix
-from slidedp.stream.buffers import Buffer, Buffers, Slot, is_tied
+from slidedp.stream.buffers import Buffer, Buffers, Elements, Slot, is_tied
 from slidedp.stream.device import Device
 from slidedp.stream.program import PIECE_SLOTS, PieceVisit, piece_visits
 from slidedp.stream.signals import Step
@@ -105,18 +105,17 @@ class Vocabulary:
     def slot(self, visit: float) -> Slot:
         return self._slots[self._turn[visit]]
 
-    def slot_memory(self, unit: Unit, piece: int, visit: float) -> torch.Tensor:
+    def slot_memory(self, unit: Unit, piece: int, visit: float) -> Elements:
         """The slot of a visit, cut by the unit's elements."""
-        return cast(torch.Tensor, _Shifted(self.slot(visit).memory, self._pieces[unit.index][piece].start))
+        return _Shifted(self.slot(visit).memory, self._pieces[unit.index][piece].start)
 
     def gradient(self, unit: Unit, piece: int) -> Buffer:
         before = self.count if unit.index == 0 and not self._tied else 0  # pieces of the head
         return self._gradients[(before + piece) % PIECE_SLOTS]
 
-    def gradient_memory(self, unit: Unit, piece: int) -> torch.Tensor:
+    def gradient_memory(self, unit: Unit, piece: int) -> Elements:
         """The piece's gradient buffer, cut by the unit's elements."""
-        memory = self.gradient(unit, piece).memory
-        return cast(torch.Tensor, _Shifted(memory, self._pieces[unit.index][piece].start))
+        return _Shifted(self.gradient(unit, piece).memory, self._pieces[unit.index][piece].start)
 
     def chunks(self, unit: Unit, piece: int) -> list[tuple[int, tuple[int, int]]]:
         """The piece's chunks, each with its number in the unit."""
