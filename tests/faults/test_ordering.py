@@ -38,7 +38,7 @@ def test_random_delays_change_no_bit(seed):
     layout = some_layout(random, ROUTES[4 * seed % 9], schedule=schedule, **SAME_BITS)
     steps = 12 if seed < 3 else 40
     arguments = {"seed": seed, "share": 0.1, "seconds": 0.004}
-    outcome = run(layout, steps, patch="tests.stream.patches.shaken", patch_arguments=arguments)
+    outcome = run(layout, steps, patch="tests.stream.shaking.shaken", patch_arguments=arguments)
     assert result(outcome) == expected(steps), layout
     delays = [count for (count,) in outcome.recorded]
     assert min(delays) > steps

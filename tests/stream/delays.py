@@ -1,0 +1,105 @@
+"""Delays that tests inject, each where a gate must make it harmless."""
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from slidedp.model.units import shard
+from slidedp.stream.device import Abort, Signal
+from slidedp.stream.signals import Step
+from slidedp.stream.spill import SpillStore, offsets
+from slidedp.stream.stash import ActivationStash
+from slidedp.stream.update import ShardUpdate
+
+PAUSE = 0.03
+"""Seconds. Everything that an open gate would let through takes a millisecond."""
+
+Wrap = Callable[[Callable], Callable]
+
+
+def pausing(seconds: float = PAUSE) -> Wrap:
+    """Sleeps before the function."""
+
+    def wrap(function: Callable) -> Callable:
+        def paused(*arguments: Any, **named: Any) -> Any:
+            time.sleep(seconds)
+            return function(*arguments, **named)
+
+        return paused
+
+    return wrap
+
+
+def pausing_inside(enter: Callable) -> Callable:
+    """`_Visit.__enter__`: sleeps after all waits and before compute reads anything."""
+
+    def paused(visit: Any) -> None:
+        enter(visit)
+        time.sleep(PAUSE / 5)
+
+    return paused
+
+
+def on_a_thread(to_host: Callable) -> Callable:
+    """`ActivationStash.to_host` as a GPU does it: enqueued at once, copied some time later."""
+
+    def enqueued(stash: ActivationStash, at: Step, unit: Any) -> None:
+        at.signal("held", unit.index).wait(None)
+        held = at.held.pop(unit.index)
+
+        def later() -> None:
+            time.sleep(PAUSE)
+            stash._host[unit.index].copy_(held)
+            at.signal("stashed", unit.index).fire(None)
+
+        threading.Thread(target=later, daemon=True).start()
+
+    return enqueued
+
+
+def spilling_on_a_thread(to_host: Callable) -> Callable:
+    """`SpillStore.to_host` as a GPU does it."""
+
+    def enqueued(store: SpillStore, at: Step, unit: Any) -> None:
+        at.signal("held", unit.index).wait(None)
+        storages = store._held.pop(unit.index)
+        starts = offsets(storages)
+        memory = store._place(unit, starts[-1])
+
+        def later() -> None:
+            time.sleep(PAUSE)
+            for start, storage in zip(starts, storages, strict=False):
+                memory[start : start + storage.numel()].copy_(storage)
+            at.signal("stashed", unit.index).fire(None)
+
+        threading.Thread(target=later, daemon=True).start()
+
+    return enqueued
+
+
+def writing_on_a_thread(enqueue: Callable) -> Callable:
+    """`ShardUpdate.update` as a GPU does it: the rank's share reaches the host some time later."""
+
+    def enqueued(updates: ShardUpdate, unit: Any, number: int) -> Signal:
+        arrays = [*updates._state.tensors(unit), updates._state.delivered(unit)]
+        cuts = [shard(*chunk, updates._rank, updates._ranks) for chunk in updates._chunks[unit.index]]
+        shares = [array[first:last] for array in arrays for first, _, last in cuts]
+        before = [share.clone() for share in shares]
+        enqueue(updates, unit, number)
+        after = [share.clone() for share in shares]
+        for share, old in zip(shares, before, strict=True):
+            share.copy_(old)
+        written = Signal(Abort())
+        updates._written |= {(unit.index, start): written for start, _ in updates._chunks[unit.index]}
+
+        def later() -> None:
+            time.sleep(PAUSE)
+            for share, new in zip(shares, after, strict=True):
+                share.copy_(new)
+            written.fire(None)
+
+        threading.Thread(target=later, daemon=True).start()
+        return written
+
+    return enqueued
