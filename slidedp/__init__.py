@@ -4,13 +4,17 @@ run = launch(Config(model="folder or hub id", data=Data(path="texts/")))
 run.wait().export("tuned/")
 """
 
-from slidedp.config import Checkpoint, Config, Data, Optimizer, ParameterGroup
-from slidedp.errors import ConfigError
-from slidedp.layout import Layout
-from slidedp.preflight import Plan, plan
-from slidedp.session import CheckpointFailed, Run, RunFailed, launch
-from slidedp.telemetry import open_run
-from slidedp.tensorboard import TensorBoard
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slidedp.config import Checkpoint, Config, Data, Optimizer, ParameterGroup
+    from slidedp.errors import ConfigError
+    from slidedp.layout import Layout
+    from slidedp.preflight import Plan, plan
+    from slidedp.session import CheckpointFailed, Run, RunFailed, launch
+    from slidedp.telemetry import open_run
+    from slidedp.tensorboard import TensorBoard
 
 __all__ = [
     "Checkpoint",
@@ -29,3 +33,30 @@ __all__ = [
     "open_run",
     "plan",
 ]
+
+# Imported when asked for: every process of a run imports this package, and a rank or the worker needs
+# neither pandas nor what launches runs.
+_MODULES = {
+    "CheckpointFailed": "session",
+    "ConfigError": "errors",
+    "Layout": "layout",
+    "Plan": "preflight",
+    "Run": "session",
+    "RunFailed": "session",
+    "TensorBoard": "tensorboard",
+    "launch": "session",
+    "open_run": "telemetry",
+    "plan": "preflight",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_MODULES.get(name, 'config')}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

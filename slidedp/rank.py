@@ -228,6 +228,10 @@ def model_functions(
     positions = position_tables(model_config, model, config.sequence_length, device.torch, dtype)
     masked = any(own.bounds is not None for own in positions.values())
     varlen = bounded and not masked and has_varlen(model_config, device.torch, dtype)
+    if varlen:
+        from slidedp.model.varlen import register_varlen  # takes the compiler along
+
+        register_varlen()
     experts = experts_of(model_config, config.router_aux_loss_coef)
     balanced = experts is not None and experts.weight > 0
     layer = layer_function(model, VARLEN if varlen else "sdpa", balanced)

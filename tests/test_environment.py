@@ -1,6 +1,8 @@
 """The files that describe the environment and the packages agree with each other and the tree."""
 
 import importlib
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -69,3 +71,11 @@ def test_slidedp_widgets_is_the_widgets_folder():
     package = importlib.import_module("slidedp.widgets")
     assert [Path(entry).resolve() for entry in package.__path__] == [ROOT / "widgets"]
     assert importlib.import_module("slidedp").__file__ == str(ROOT / "slidedp" / "__init__.py")
+
+
+def test_a_rank_and_the_worker_import_only_what_they_need():
+    """Every process of every run pays for it: half a second for pandas, and one for torch's compiler."""
+    heavy = "{'pandas', 'torch._dynamo'}"
+    code = f"import slidedp.rank, slidedp.host.worker, sys; print({heavy} & sys.modules.keys())"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout == "set()\n"

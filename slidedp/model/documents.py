@@ -5,21 +5,13 @@ length], count from 0 in each. The layer then gets rotary tables by position and
 flash kernel of CUDA the documents' ends, which leave out what the mask would only hide.
 """
 
-import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 VARLEN = "slidedp_varlen"
-"""Name of the attention below among transformers' own."""
-# torch 2.11 takes fewer heads of keys than of queries without being told.
-_GROUPED: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
+"""Name of `slidedp.model.varlen`'s attention among transformers' own."""
 
 
 class Positions(NamedTuple):
@@ -79,27 +71,3 @@ def document_ends(position_ids: torch.Tensor) -> torch.Tensor:
     ends = torch.full((1 << (len(starts) - 1).bit_length(),), position_ids.numel())
     ends[: len(starts) - 1] = starts[1:]
     return torch.cat([torch.zeros(1, dtype=torch.int32), ends.int()])
-
-
-def _attend(
-    module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: torch.Tensor | None,
-    scaling: float | None = None,
-    **more: Any,
-) -> tuple[torch.Tensor, None]:
-    """Causal attention as transformers calls it: [batch, heads, length, head_dim] in, [batch, length,
-    heads, head_dim] out."""
-    if bounds is None:
-        return sdpa_attention_forward(module, query, key, value, None, scaling=scaling, **more)
-    batch, heads, length, head_dim = query.shape
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    causal = (-1, 0)
-    out = varlen_attn(q, k, v, bounds, bounds, length, length, scale=scaling, window_size=causal, **_GROUPED)
-    assert isinstance(out, torch.Tensor)
-    return out.view(batch, length, heads, head_dim), None
-
-
-AttentionInterface.register(VARLEN, _attend)

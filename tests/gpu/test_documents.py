@@ -7,6 +7,7 @@ import torch
 
 from slidedp.model.documents import VARLEN, has_varlen, within_documents
 from slidedp.model.families import FULL, layer_function, load_config, position_tables, skeleton
+from slidedp.model.varlen import register_varlen
 from tests.pool import small_model
 
 BATCH, LENGTH = 3, 32
@@ -19,6 +20,7 @@ def test_outputs_and_gradients_agree(tmp_path, kind, compiled):
     device, dtype = torch.device("cuda", 0), torch.bfloat16
     config = load_config(small_model(tmp_path, kind=kind))
     assert has_varlen(config, device, dtype)
+    register_varlen()
     random = torch.Generator().manual_seed(0)
     starts = torch.rand(BATCH, LENGTH, generator=random) < 0.2
     starts[:, 0] = True
