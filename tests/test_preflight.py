@@ -201,6 +201,24 @@ def test_what_a_plan_says_is_what_runs_took():
         assert sum(said.device.values()) / GIB == pytest.approx(taken, rel=0.05, abs=0.5), (size, mode)
 
 
+def test_what_a_plan_for_gpus_says_is_what_later_runs_took(gpus, monkeypatch):
+    """Since the head's weight gradient adds up in place: GiB at most, all kept, 1,024 tokens a sequence."""
+    monkeypatch.setattr("slidedp.preflight.reach_one_another", lambda count: True)
+    rows = [
+        ("8B", 2, 16, {"gpu_updates": 24, "resident_updates": 24, "update_slots": 20}, 119.5),
+        ("8B", 2, 16, {"window": 36, "gpu_updates": 18, "resident_updates": 18, "update_slots": 20}, 123.8),
+        ("8B", 2, 4, {"window": 36, "gpu_updates": 38, "resident_updates": 38, "update_slots": 20}, 93.5),
+        ("8B", 2, 4, {"window": 36, "gpu_updates": 18, "update_slots": 60}, 56.3),
+        ("4B", 1, 24, {"gpu_updates": 10, "resident_updates": 10, "update_slots": 20}, 116.3),
+        ("4B", 1, 24, {"gpu_updates": 6, "resident_updates": 6, "update_slots": 20}, 111.0),
+    ]
+    for size, ranks, batch, fields, taken in rows:
+        layout = Layout(activations="keep", transport="copy", schedule="in_backward", **fields)
+        run = config(sequence_length=1024, batch_size=ranks * batch, ranks=ranks, device="cuda")
+        said = plan(replace(run, model=qwen3(size), layout=layout))
+        assert sum(said.device.values()) / GIB == pytest.approx(taken, rel=0.03), (size, batch, fields)
+
+
 def test_a_budget_limits_what_would_be_on_a_gpu_on_a_cpu_too():
     said = plan(config())
     assert said.device_limit is None
