@@ -149,6 +149,7 @@ def test_moments_of_frozen_units_take_no_pages():
     pages = {}
     for name, some in (("all", units_of(skeleton(load_config(model())))), ("some", units)):
         state = HostState(some, torch.float32)
+        state.touch()
         pages[name] = [os.fstat(segment._fd).st_blocks for segment in state._segments.values()]
         state.close()
     master, exp_avg, exp_avg_sq = zip(pages["all"], pages["some"], strict=True)

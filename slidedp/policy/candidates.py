@@ -50,14 +50,15 @@ class Candidates:
         self.trials: dict[Layout, Trial] = {}
         """Real steps so far, by layout."""
         self.known: dict[Layout, Candidate] = {}
-        """All that were looked at, by layout."""
+        """All that were predicted, by layout."""
+        self._plans: dict[Layout, Plan] = {}
         self.lightest = self._lightest()
         """A layout that fits, from which the stages start."""
 
     def of(self, layout: Layout) -> Candidate:
         """Memory and prediction of a layout. ConfigError for one that cannot run at all."""
         if layout not in self.known:
-            there = under(self.plan, layout)
+            there = self._plan(layout)
             p = predict(self.workload, self.rates, layout)
             self.known[layout] = Candidate(
                 layout=dataclasses.asdict(layout),
@@ -73,7 +74,13 @@ class Candidates:
 
     def fit(self, layout: Layout) -> bool:
         """Whether a layout is within both memory budgets."""
-        return self.of(layout).fits
+        return fits(self._plan(layout))
+
+    def _plan(self, layout: Layout) -> Plan:
+        """ConfigError for a layout that cannot run at all."""
+        if layout not in self._plans:
+            self._plans[layout] = under(self.plan, layout)
+        return self._plans[layout]
 
     def measured(self, layout: Layout, trial: Trial) -> None:
         """Real steps were run under a layout."""

@@ -67,12 +67,23 @@ def update_numels(units: tuple[Unit, ...], layout: Layout, ranks: int, itemsize:
     layers, frozen = len(units) - 2, frozen_units(units)
     here, stay = layout.updated_on_gpu(layers, frozen), layout.resident_on_gpu(layers, frozen)
     cut = layout.chunk_bytes, itemsize, ranks, layout.vocabulary_pieces
-    shares = {i: [shard(*part, 0, ranks)[1] - part[0] for part in chunks(units[i], *cut)] for i in here}
-    moving = [n for i in here - stay for n in shares[i]]
-    every = [n for i in here for n in shares[i]]
+
+    known: dict[int, list[int]] = {}
+
+    def shares(index: int) -> list[int]:
+        kind = units[index].numel if 0 < index <= layers else -index  # layers of one size are cut alike
+        if kind not in known:
+            parts = chunks(units[index], *cut)
+            known[kind] = [shard(*part, 0, ranks)[1] - part[0] for part in parts]
+        return known[kind]
+
+    def of(indices: frozenset[int]) -> list[int]:
+        return [n for index in indices for n in shares(index)]
+
+    moving, every = of(here - stay), of(here)
     return UpdateNumels(
         ring=min(layout.update_slots, len(moving)) * max(moving, default=0),
-        resident=sum(n for i in stay for n in shares[i]),
+        resident=sum(of(stay)),
         out=min(layout.update_slots, len(every)) * max(every, default=0),
         gradients=sum(padded_numel(units[i], ranks) // ranks for i in here),
     )
