@@ -1,0 +1,72 @@
+"""Runs on real GPUs that are killed, saved and resumed."""
+
+import os
+import signal
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from slidedp import Config, Layout, Optimizer, RunFailed, launch
+from slidedp.gpus import free_gpu_bytes
+from tests.launching import DEADLINE, nothing_left, small_config, until
+
+pytestmark = pytest.mark.multigpu
+RANKS = 2
+RESIDENT = Layout(
+    schedule="in_backward", transport="copy", gpu_updates=7, resident_updates=5, chunk_bytes=6000
+)
+
+
+def config(folder: Path, **settings: object) -> Config:
+    optimizer = Optimizer(lr=1e-2, eps=1e-6, clip_norm=None)
+    layout = {"layout": RESIDENT, "optimizer": optimizer, "compile": False}
+    return small_config(folder, device="cuda", ranks=RANKS, **layout | settings)
+
+
+def processes_on_gpus() -> set[int]:
+    """As the driver lists them; empty where a container hides them."""
+    query = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
+    told = subprocess.run(query, capture_output=True, text=True, check=True).stdout
+    return {int(line) for line in told.split() if line.isdecimal()}
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2], ids=["rank 0", "rank 1", "worker"])
+def test_a_killed_process_leaves_no_gpu_memory(tmp_path: Path, victim: int) -> None:
+    before, there = free_gpu_bytes(RANKS), processes_on_gpus()
+    with nothing_left(), launch(config(tmp_path)) as run:
+        until(lambda: run.log.steps_done > 3, "some steps")
+        during = free_gpu_bytes(RANKS)
+        os.kill(list(run._processes)[victim].pid, signal.SIGKILL)
+        with pytest.raises(RunFailed, match="was ended by SIGKILL"):
+            run.wait(DEADLINE)
+    assert all(free < was - 2**27 for free, was in zip(during, before, strict=True))  # it would show
+    until(
+        lambda: all(free > was - 2**26 for free, was in zip(free_gpu_bytes(RANKS), before, strict=True)),
+        "the memory is free again",
+    )
+    assert processes_on_gpus() <= there
+
+
+def test_a_killed_run_resumes_from_state_that_was_on_gpus(tmp_path: Path) -> None:
+    whole = config(tmp_path, steps=600, run_folder=str(tmp_path / "whole"))
+    with launch(whole) as run:
+        run.wait()
+        expected = run.metrics()["loss"].to_numpy()
+    killed = replace(whole, run_folder=str(tmp_path / "killed"))
+    with nothing_left(), launch(killed) as run:
+        until(lambda: run.log.steps_done > 20, "some steps")
+        saved = run.save()
+        os.kill(list(run._processes)[1].pid, signal.SIGKILL)
+        with pytest.raises(RunFailed):
+            run.wait(DEADLINE)
+    assert saved is not None
+    step = int(saved.name.removeprefix("step-"))
+    with launch(killed, resume="latest") as run:
+        run.wait()
+        resumed = run.metrics()["loss"].to_numpy()
+    np.testing.assert_allclose(resumed[step:], expected[step:], rtol=1e-3)
+    # What the host held before anything was written back is the state of step 0.
+    assert abs(expected[0] - expected[step]) > 1e-2
