@@ -128,6 +128,7 @@ class OptimizerWorker:
         if self.number % self.passes == 0:
             self._spans: list[tuple[str, float, float]] = []
         self._norm, self._skipped, self._clip = math.nan, False, 1.0
+        self._told = False  # of this pass's coefficients
         self._send_coefficients_in_backward()
         early, self._early = self._early, []
         for message in early:
@@ -175,7 +176,7 @@ class OptimizerWorker:
     def _send_coefficients_in_backward(self) -> None:
         """Without a norm to wait for, all that GPU updates need is how many targets the ranks have."""
         complete = len(self._started.get(self.number, ())) == len(self.ranks)
-        if complete and self.layout.schedule == "in_backward":
+        if complete and not self._told and self.layout.schedule == "in_backward":
             self._send_coefficients()
 
     def _landed(self, message: Landed) -> None:
@@ -244,6 +245,7 @@ class OptimizerWorker:
                 self._waiting += [(unit.index, i, unit.index) for i in range(self._to_update[unit.index])]
 
     def _send_coefficients(self) -> None:
+        self._told = True
         if self._on_gpu:
             self._stored = bool(self._resident) and self.checkpoints.due(self.step + 1)
             for index in sorted(self._on_gpu):  # the ranks write these from now on
