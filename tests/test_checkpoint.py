@@ -21,9 +21,9 @@ from slidedp import Checkpoint, CheckpointFailed, Config, ConfigError, Data, Lay
 from slidedp.checkpoint import save as saving_module
 from slidedp.checkpoint.folder import ASSETS, INDEX, Progress, checkpoints, find
 from slidedp.checkpoint.resume import check, check_samples, load, verify
-from slidedp.host.messages import Coefficients, Written
+from slidedp.host.messages import Begin, Coefficients, Written
 from slidedp.host.state import HostState, state_bytes
-from slidedp.host.worker import Stop
+from slidedp.host.worker import SetLayout, Stop
 from slidedp.model.units import Parameter, Unit
 from tests.host.test_worker import Bench, make_units
 from tests.killing import filled, save, save_and_die, saving
@@ -336,6 +336,58 @@ def test_state_that_stays_on_gpus_is_saved_by_a_step_that_writes_it(tmp_path):
     assert [stored(step) for step in range(4)] == [[False], [False], [True], [False]]
     made.worker.checkpoints.snapshot.join()
     assert [p.name for p in checkpoints(tmp_path)] == ["step-00000003"]
+    made.close()
+
+
+@pytest.mark.parametrize("end", ["stop", "last step", "layout"])
+def test_a_write_back_waits_for_the_shards_of_the_checkpoint_before(tmp_path, monkeypatch, end):
+    """Whatever lets ranks write their state to the host is told when a slow disk has taken it."""
+    stays = Layout(schedule="in_backward", gpu_updates=4, resident_updates=4)
+    made = Bench(stays, dtype="bfloat16", saving=saving(tmp_path))
+    made.worker.config = replace(made.worker.config, steps=3 if end == "last step" else 50)
+    open_, write = threading.Event(), saving_module.write_shard
+
+    def late(file, state, unit):
+        assert open_.wait(DEADLINE)
+        return write(file, state, unit)
+
+    monkeypatch.setattr(saving_module, "write_shard", late)
+
+    def update(step):
+        for unit in made.units:
+            for _ in made.ranks:
+                made.worker.handle(Written(step, unit.index))
+
+    made.worker.checkpoints.request(5)
+    made.start(0)
+    update(0)  # the checkpoint of step 1 begins
+    made.start(1)
+    landing = made.new_landing(Layout())
+    if end != "last step":
+        made.worker.command(Stop() if end == "stop" else SetLayout(Layout(), landing.handle))
+    if end == "layout":
+        made.start(2)
+    update(1)
+    made.said()
+
+    def rest():
+        if end != "layout":
+            made.start(2)
+        else:
+            update(2)
+
+    thread, snapshot = threading.Thread(target=rest, daemon=True), made.worker.checkpoints.snapshot
+    thread.start()
+    until(lambda: snapshot.waiting or not thread.is_alive(), "the worker waits or goes on")
+    told = [m for m in made.said() if isinstance(m, Begin | Coefficients)]
+    assert not any(isinstance(m, Coefficients) or m.stop or m.layout for m in told), told
+    open_.set()
+    thread.join(DEADLINE)
+    told = made.said()
+    kind = Coefficients if end == "last step" else Begin
+    assert any(isinstance(m, kind) for m in told), told
+    snapshot.join()
+    landing.close()
     made.close()
 
 

@@ -248,13 +248,20 @@ class OptimizerWorker:
         self._told = True
         if self._on_gpu:
             self._stored = bool(self._resident) and self.checkpoints.due(self.step + 1)
+            if self._stored or self.step + 1 == self.config.steps:
+                self._before_write_back()
             for index in sorted(self._on_gpu):  # the ranks write these from now on
                 unit = self.state.units[index]
-                copy_alone = index in self._resident and self.state.unit(unit).working is not None
-                if self._stored or not copy_alone:
+                if index not in self._resident or self.state.unit(unit).working is None:
                     self.checkpoints.before_update(unit)
             scale = None if self._skipped else self._denominator_scale() * self._clip
             self._send(Coefficients(self.step, scale, self._lr(), self.updates + 1, self._stored))
+
+    def _before_write_back(self) -> None:
+        """What ranks are told next lets them write resident state to the host, where a checkpoint of an
+        earlier step may still be reading it."""
+        for index in sorted(self._resident):
+            self.checkpoints.before_update(self.state.units[index])
 
     def _expect(self, message: Landed) -> None:
         """Counting a chunk of another step, or one too many, would end in a wait without end."""
@@ -365,6 +372,7 @@ class OptimizerWorker:
         command = self._command
         if isinstance(command, SetLayout):
             self._command = None
+            self._before_write_back()
             dtype = self.config.gradient_dtype
             plan = LandingPlan(self.state.units, len(self.ranks), command.layout, self.landing.plan.itemsize)
             self.landing.close()
@@ -382,7 +390,10 @@ class OptimizerWorker:
         if self._profile is not None and step >= self._profile.start:
             record, self._profile = self._profile.steps, None
             self._profiled = range(step, step + record)
-        self._send(Begin(number, isinstance(self._command, Stop), layout, landing, record))
+        stops = isinstance(self._command, Stop)
+        if stops:
+            self._before_write_back()
+        self._send(Begin(number, stops, layout, landing, record))
 
     def _denominator_scale(self) -> float:
         """Ranks differentiate the summed loss divided by their own token count (a constant);
