@@ -200,6 +200,8 @@ class ShardUpdate:
         for index, parts in self._chunks.items():
             for start, stop in parts:
                 if (entry := self._resident.get((index, start))) is not None:
+                    assert entry.loaded is not None
+                    entry.loaded.wait(self._device.state_out)  # where no step has run, no update has
                     self._write(entry, self._state.units[index], start, stop, count=3)
         self._fired(self._device.state_out).synchronize()
         if self._ranks > 1:
