@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from slidedp import ConfigError, Layout, RunFailed, launch, open_run
 from slidedp.host.memory import pss_bytes
 from slidedp.preflight import plan
+from slidedp.processes import Processes
 from tests.launching import DEADLINE, LENGTH, VOCABULARY, alive, nothing_left, script, small_config, until
 
 STEPS = 45
@@ -228,3 +229,28 @@ def test_a_script_without_the_main_guard_is_told_so(folder, tmp_path):
     last = result.stderr.splitlines()[-1]
     assert "RunFailed" in last and 'if __name__ == "__main__":' in last
     assert "ConfigError: launch() was called while a process of a run was importing" in result.stderr
+
+
+def test_ranks_touch_nothing_before_the_state_is_loaded(tmp_path, monkeypatch):
+    begin = Processes.begin
+
+    def late(processes: Processes) -> None:
+        pipes = processes._pipes[: processes.ranks]
+        for pipe in pipes:
+            assert pipe.poll(DEADLINE) and pipe.recv()["kind"] == "mark"  # imported and connected
+        assert not any(pipe.poll(1.0) for pipe in pipes)  # one that goes on is ready in a moment
+        begin(processes)
+
+    monkeypatch.setattr(Processes, "begin", late)
+    with nothing_left(), launch(small_config(tmp_path, steps=2)) as run:
+        run.wait(DEADLINE)
+        assert run.status == "finished"
+
+
+def test_an_interrupt_while_the_state_loads_leaves_nothing(tmp_path, monkeypatch):
+    def interrupted(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("slidedp.session.fill_state", interrupted)
+    with nothing_left(), pytest.raises(KeyboardInterrupt):
+        launch(small_config(tmp_path))

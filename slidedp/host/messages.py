@@ -63,7 +63,7 @@ class Coefficients(NamedTuple):
     lr: float
     update: int
     """AdamW's step count, from 1."""
-    store: bool = False
+    store: bool
     """Whether state that stays on the GPUs is written to the host too: a checkpoint follows this step."""
 
 

@@ -27,9 +27,7 @@ from slidedp.stream.buffers import Buffers, is_tied
 from slidedp.stream.device import Abort, Device
 from slidedp.stream.functions import Batch, ModelFunctions, Passed
 from slidedp.stream.gates import Gates
-from slidedp.stream.program import (
-    Visits,
-)
+from slidedp.stream.program import Visits
 from slidedp.stream.signals import Step
 from slidedp.stream.timeline import Timeline
 from slidedp.stream.transfers import Transfers
