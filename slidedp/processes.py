@@ -24,9 +24,9 @@ from slidedp.checkpoint.save import Saving
 from slidedp.config import Config
 from slidedp.host import worker as worker_process
 from slidedp.host.memory import Handle, Segment
+from slidedp.host.messages import Profile, Save, SetLayout, Stop
 from slidedp.host.process import STOPPING
 from slidedp.host.state import StateHandle
-from slidedp.host.worker import Profile, Save, SetLayout, Stop
 from slidedp.shortage import MemoryWatch
 from slidedp.stalls import StallWatch
 

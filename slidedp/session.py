@@ -23,8 +23,8 @@ from slidedp.data.prepare import check_samples, prepare, prepare_held_out
 from slidedp.data.samples import Samples
 from slidedp.errors import ConfigError
 from slidedp.host.landing import Landing, LandingPlan
+from slidedp.host.messages import Profile, Save, SetLayout, Stop
 from slidedp.host.state import HostState
-from slidedp.host.worker import Profile, Save, SetLayout, Stop
 from slidedp.launching import (
     fill_state,
     load_tokenizer,

@@ -30,9 +30,10 @@ from slidedp.checkpoint.save import Saving
 from slidedp.config import DTYPES, Config
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.memory import Handle, Segment
+from slidedp.host.messages import SetLayout
 from slidedp.host.process import die_with_parent
 from slidedp.host.state import HostState
-from slidedp.host.worker import SetLayout, run_worker
+from slidedp.host.worker import run_worker
 from slidedp.layout import Layout
 from slidedp.model.families import load_config, skeleton
 from slidedp.model.load import fill_random, load_pretrained

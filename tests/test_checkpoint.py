@@ -21,9 +21,8 @@ from slidedp import Checkpoint, CheckpointFailed, Config, ConfigError, Data, Lay
 from slidedp.checkpoint import save as saving_module
 from slidedp.checkpoint.folder import ASSETS, INDEX, Progress, checkpoints, find
 from slidedp.checkpoint.resume import check, check_samples, load, verify
-from slidedp.host.messages import Begin, Coefficients, Written
+from slidedp.host.messages import Begin, Coefficients, SetLayout, Stop, Written
 from slidedp.host.state import HostState, state_bytes
-from slidedp.host.worker import SetLayout, Stop
 from slidedp.model.units import Parameter, Unit
 from tests.host.test_worker import Bench, make_units
 from tests.killing import filled, save, save_and_die, saving

@@ -1,4 +1,5 @@
-"""What ranks and the optimizer worker say to each other, one pipe per rank.
+"""What ranks and the optimizer worker say to each other, one pipe per rank, and what the launcher tells the
+worker.
 
 Pipes keep order and report the other side's death, and a blocked reader costs no CPU. Traffic is a
 few hundred small messages a step.
@@ -76,3 +77,32 @@ class Begin(NamedTuple):
     landing: Handle | None = None
     profile: int = 0
     """Record this many steps with torch.profiler, from this one on; 0 for none."""
+
+
+class SetLayout(NamedTuple):
+    """Launcher to worker: use this layout from the next step boundary on."""
+
+    layout: Layout
+    landing: Handle
+
+
+class Stop(NamedTuple):
+    """Launcher to worker: end at the next step boundary."""
+
+    save: bool = True
+    """Whether the state is worth a checkpoint."""
+
+
+class Save(NamedTuple):
+    """Launcher to worker: write a checkpoint of the next step boundary."""
+
+    number: int
+    """Comes back in the event that tells its end."""
+
+
+class Profile(NamedTuple):
+    """Launcher to worker: let every rank record `steps` steps with torch.profiler, from `start` on or from
+    the next one if that is later."""
+
+    steps: int
+    start: int

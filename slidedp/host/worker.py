@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -25,41 +25,24 @@ from slidedp.host import kernels
 from slidedp.host.groups import segments
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.memory import Handle, anonymous_bytes
-from slidedp.host.messages import Begin, Coefficients, Consumed, Finished, Landed, Published, Started, Written
+from slidedp.host.messages import (
+    Begin,
+    Coefficients,
+    Consumed,
+    Finished,
+    Landed,
+    Profile,
+    Published,
+    Save,
+    SetLayout,
+    Started,
+    Stop,
+    Written,
+)
 from slidedp.host.process import die_with_parent, doing, reporting, show_signs_of_life
 from slidedp.host.state import HostState, StateHandle, unit_starts
 from slidedp.layout import Layout
 from slidedp.model.units import Unit, chunks, frozen_units
-
-
-class SetLayout(NamedTuple):
-    """Launcher to worker: use this layout from the next step boundary on."""
-
-    layout: Layout
-    landing: Handle
-
-
-class Stop(NamedTuple):
-    """Launcher to worker: end at the next step boundary."""
-
-    save: bool = True
-    """Whether the state is worth a checkpoint."""
-
-
-class Save(NamedTuple):
-    """Launcher to worker: write a checkpoint of the next step boundary."""
-
-    number: int
-    """Comes back in the event that tells its end."""
-
-
-class Profile(NamedTuple):
-    """Launcher to worker: let every rank record `steps` steps with torch.profiler, from `start` on or from
-    the next one if that is later."""
-
-    steps: int
-    start: int
-
 
 MAX_SKIPPED = 10
 """Steps in a row whose gradients were not finite, after which the run stops."""

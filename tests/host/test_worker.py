@@ -13,9 +13,19 @@ from slidedp.checkpoint.save import Saving
 from slidedp.config import Config, Data, Optimizer
 from slidedp.host import worker as worker_module
 from slidedp.host.landing import Landing, LandingPlan
-from slidedp.host.messages import Begin, Consumed, Finished, Landed, Published, Started
+from slidedp.host.messages import (
+    Begin,
+    Consumed,
+    Finished,
+    Landed,
+    Profile,
+    Published,
+    SetLayout,
+    Started,
+    Stop,
+)
 from slidedp.host.state import HostState
-from slidedp.host.worker import OptimizerWorker, Profile, SetLayout, Stop, run_worker
+from slidedp.host.worker import OptimizerWorker, run_worker
 from slidedp.layout import Layout
 from slidedp.model.units import Parameter, Unit, chunks
 
