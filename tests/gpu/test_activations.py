@@ -1,5 +1,6 @@
 """What each activation mode holds on a GPU is what preflight says, and all compute the same."""
 
+import gc
 from functools import partial
 
 import pytest
@@ -13,6 +14,14 @@ from slidedp.stream.activations import Keep, Recompute
 
 pytestmark = pytest.mark.gpu
 TOKENS, DTYPE = 8192, torch.bfloat16
+
+
+def kept_by(activation, layer, parameters, hidden):
+    """Bytes that a layer leaves for its backward, its input among them, and its output."""
+    gc.collect()  # what compiling has left would be freed at any time
+    before = torch.cuda.memory_allocated()
+    output = activation.forward(layer, parameters, hidden)
+    return torch.cuda.memory_allocated() - before - output.nbytes + hidden.nbytes, output
 
 
 @pytest.mark.parametrize("compiled", [True, False])
@@ -38,9 +47,7 @@ def test_a_layer_keeps_what_the_formula_says(size, compiled):
 
         for kind in (Keep, Keep, Recompute):  # the first one compiles
             activation = kind()
-            before = torch.cuda.memory_allocated()
-            output = activation.forward(layer, parameters, hidden)
-            kept = torch.cuda.memory_allocated() - before - output.nbytes + hidden.nbytes
+            kept, output = kept_by(activation, layer, parameters, hidden)
             found = [output, *activation.backward(layer, parameters, gradient)]
             wanted = wanted or found
             for a, b in zip(found, wanted, strict=True):
@@ -48,8 +55,6 @@ def test_a_layer_keeps_what_the_formula_says(size, compiled):
         said = kept_per_token(config, DTYPE, compiled, tile) * TOKENS
         assert kept == hidden.nbytes  # recompute's
         activation = Keep()
-        before = torch.cuda.memory_allocated()
-        output = activation.forward(layer, parameters, hidden)
-        kept = torch.cuda.memory_allocated() - before - output.nbytes + hidden.nbytes
+        kept, _ = kept_by(activation, layer, parameters, hidden)
         assert kept == pytest.approx(said, rel=0.05)
         activation.backward(layer, parameters, gradient)

@@ -8,13 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from slidedp import Config, Layout, Optimizer, RunFailed, launch
 from slidedp.gpus import free_gpu_bytes
 from tests.launching import DEADLINE, nothing_left, small_config, until
 
-pytestmark = pytest.mark.multigpu
-RANKS = 2
+pytestmark = pytest.mark.gpu
+RANKS = min(2, torch.cuda.device_count())
 RESIDENT = Layout(
     schedule="in_backward", transport="copy", gpu_updates=7, resident_updates=5, chunk_bytes=6000
 )
@@ -33,7 +34,7 @@ def processes_on_gpus() -> set[int]:
     return {int(line) for line in told.split() if line.isdecimal()}
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2], ids=["rank 0", "rank 1", "worker"])
+@pytest.mark.parametrize("victim", [0, -1], ids=["rank 0", "worker"])
 def test_a_killed_process_leaves_no_gpu_memory(tmp_path: Path, victim: int) -> None:
     before, there = free_gpu_bytes(RANKS), processes_on_gpus()
     with nothing_left(), launch(config(tmp_path)) as run:
@@ -59,7 +60,7 @@ def test_a_killed_run_resumes_from_state_that_was_on_gpus(tmp_path: Path) -> Non
     with nothing_left(), launch(killed) as run:
         until(lambda: run.log.steps_done > 20, "some steps")
         saved = run.save()
-        os.kill(list(run._processes)[1].pid, signal.SIGKILL)
+        os.kill(next(iter(run._processes)).pid, signal.SIGKILL)
         with pytest.raises(RunFailed):
             run.wait(DEADLINE)
     assert saved is not None

@@ -1,18 +1,15 @@
 """Every route on real GPUs against the plain loop; one run visits them all through live switches."""
 
 from dataclasses import replace
-from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-from slidedp.config import Config, Data, Optimizer
-from slidedp.data.samples import write_samples
+from slidedp.config import Config
 from slidedp.layout import DELIVERIES, REDUCTIONS, TRANSPORTS, Layout
 from slidedp.session import launch
 from tests import reference
-from tests.pool import small_model
 
 MIXES = (
     "recompute",
@@ -24,48 +21,26 @@ MIXES = (
 
 
 def layouts(schedule: str) -> list[Layout]:
-    cases = product(DELIVERIES, REDUCTIONS)
+    """Every route once, the other settings as different as nine layouts can be."""
     return [
         Layout(
             delivery=delivery,
             reduction=reduction,
-            chunk_bytes=(4096, 16384, 2**20)[i % 3],
-            window=1 + i % 5,
-            gradient_slots=1 + i % 3,
-            activations=MIXES[i % 5],
-            mlp_tile_tokens=(0, 20, 0, 1000)[i % 4],
-            vocabulary_pieces=(1, 3, 4)[i % 3],
+            chunk_bytes=(16384, 2**20, 4096)[(d + r) % 3],
+            window=1 + (3 * d + r) % 5,
+            gradient_slots=1 + (d + 2 * r) % 3,
+            activations=MIXES[(3 * d + r) % 5],
+            mlp_tile_tokens=(0, 20, 0, 1000)[(3 * d + r) % 4],
+            vocabulary_pieces=(1, 3, 4)[(2 * d + r + 2) % 3],
             schedule=schedule,
-            gpu_updates=(2, 4, 7)[i % 3] if reduction == "gpu" else 0,
-            resident_updates=(0, 3, 7)[i % 3] if reduction == "gpu" else 0,
-            update_slots=1 + 2 * (i % 3),
-            transport=TRANSPORTS[i % 2],
+            gpu_updates=(2, 4, 7)[d] if reduction == "gpu" else 0,
+            resident_updates=(0, 2, 5)[d] if reduction == "gpu" else 0,
+            update_slots=(1, 2, 5)[d],
+            transport=TRANSPORTS[(d + r) % 2],
         )
-        for i, (delivery, reduction) in enumerate(cases)
+        for d, delivery in enumerate(DELIVERIES)
+        for r, reduction in enumerate(REDUCTIONS)
     ]
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    folder = tmp_path_factory.mktemp("gpu")
-    generator = np.random.default_rng(0)
-    ids = generator.integers(0, 97, (40, 17), dtype=np.int32)
-    labels = np.roll(ids, -1, 1)
-    labels[generator.random(labels.shape) < np.linspace(0, 0.9, 40)[:, None]] = -100
-    (folder / "samples").mkdir()
-    write_samples(folder / "samples", ids, labels)
-    return Config(
-        model=small_model(folder / "model", tied=False),
-        data=Data(path=str(folder / "samples")),
-        sequence_length=17,
-        batch_size=8,
-        steps=45,
-        device="cuda",
-        compute_dtype="float32",
-        compile=False,
-        optimizer=Optimizer(lr=1e-3, eps=1e-6, clip_norm=0.5),
-        run_folder=str(folder / "run"),
-    )
 
 
 def visit_all(config: Config) -> tuple[list[float], dict[str, torch.Tensor]]:
