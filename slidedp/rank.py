@@ -174,7 +174,9 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
                 batch = batch._replace(step_targets=samples.targets(rows))
             gates.send(Started(number, batch.targets))
             with recorder.step(step) if recorder is not None else nullcontext():
-                passed = engine.step(number, batch, profiled=recorder is not None)
+                profiled = recorder is not None
+                detailed = profiled or step % TIMELINE_EVERY == 1
+                passed = engine.step(number, batch, detailed, profiled)
             metrics.add(number, batch.targets, passed)
             if recorder is not None:
                 recorder.add(step, passed.timeline)
@@ -306,12 +308,8 @@ class MetricsQueue:
             self._send()
 
     def _complete(self) -> bool:
-        number, _, (loss, timeline, _) = self._pending[0]
-        return (
-            timeline.done()
-            and loss.done()
-            and (timeline.all_done() or not _sampled(number // self._passes, timeline))
-        )
+        _, _, (loss, timeline, _) = self._pending[0]
+        return timeline.done() and loss.done() and (timeline.all_done() or not timeline.detailed)
 
     def flush(self) -> None:
         """Sends what there is. The next step is not timed: it does not follow at once."""
@@ -343,7 +341,7 @@ class MetricsQueue:
             "anonymous_bytes": anonymous_bytes(),
             "began": timeline.began(),
         }
-        if _sampled(step, timeline):
+        if timeline.detailed:
             event["timeline"] = [tuple(span) for span in timeline.resolve(TRACKS)]
         if self._experts is not None and routing is not None and self._rank == 0:
             sums = routing.value()
@@ -373,11 +371,6 @@ def _add_to(event: dict[str, Any], earlier: dict[str, Any]) -> None:
         event["step_seconds"] = None if before is None else event["step_seconds"] + before
     waits = (event["wait_seconds"], earlier["wait_seconds"])
     event["wait_seconds"] = {c: sum(w.get(c, 0.0) for w in waits) for c in {**waits[0], **waits[1]}}
-
-
-def _sampled(step: int, timeline: Timeline) -> bool:
-    """Whether the step's full timeline is reported."""
-    return step % TIMELINE_EVERY == 1 or timeline.profiled
 
 
 def main(rank: int, setup: RankSetup, worker: Connection, launcher: Connection, signs: Connection) -> None:

@@ -166,7 +166,10 @@ class Signal:
 
     def __init__(self, abort: Abort) -> None:
         self._abort = abort
-        self._fired = threading.Event()
+        self._fired = False
+        # Held until then. A step makes hundreds of signals, and threading.Event takes ten times as long.
+        self._gate = threading.Lock()
+        self._gate.acquire()
         self._event: torch.cuda.Event | None = None
 
     def fire(self, stream: torch.cuda.Stream | None) -> None:
@@ -174,11 +177,15 @@ class Signal:
         if stream is not None:
             self._event = torch.cuda.Event()
             self._event.record(stream)
-        self._fired.set()
+        self._fired = True
+        self._gate.release()
 
     def _wait_fired(self) -> None:
-        while not self._fired.wait(0.5):
-            self._abort.check()
+        while not self._fired:
+            if self._gate.acquire(timeout=0.5):
+                self._gate.release()  # to whoever waits too
+            else:
+                self._abort.check()
 
     def wait(self, stream: torch.cuda.Stream | None) -> None:
         """Makes what is enqueued on `stream` next run after the marked work."""

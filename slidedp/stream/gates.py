@@ -65,9 +65,13 @@ class Gates:
             while not self._changed.wait_for(condition, timeout=0.5):
                 self._abort.check()
 
+    def is_published(self, unit: int, version: int) -> bool:
+        """Whether the working copy of `unit` holds `version`."""
+        return self._published[unit] >= version
+
     def wait_published(self, unit: int, version: int) -> None:
         """Returns once the working copy of `unit` holds `version`."""
-        self._wait(lambda: self._published[unit] >= version)
+        self._wait(lambda: self.is_published(unit, version))
 
     def wait_consumed(self, unit: int, step: int) -> None:
         """Returns once the worker no longer needs the gradient that `unit` landed in `step`."""

@@ -97,11 +97,11 @@ class Engine:
 
     # --- compute --------------------------------------------------------------------------------
 
-    def step(self, number: int, batch: Batch, profiled: bool = False) -> Passed:
-        """Enqueues one step. All its transfers follow from the transfer thread. `profiled`: torch.profiler
-        records the step."""
+    def step(self, number: int, batch: Batch, detailed: bool, profiled: bool) -> Passed:
+        """Enqueues one step. All its transfers follow from the transfer thread. `detailed`: its timeline has
+        every track; `profiled`: torch.profiler records it."""
         input_ids, labels, self.positions = batch.input_ids, batch.labels, batch.positions
-        timeline = Timeline(self.device, profiled)
+        timeline = Timeline(self.device, detailed, profiled)
         step = Step(number, self.abort, timeline)
         if self.functions.experts is not None:
             step.routing = self._routing(self.functions.experts, batch)

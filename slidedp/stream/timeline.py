@@ -29,13 +29,14 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Spans of one step. Recording costs two events a span; nothing waits.
+    """Spans of one step: all if it is `detailed`, else only what compute waits for. Recording costs two
+    events a span; nothing waits.
 
     `profiled`: a torch.profiler records this step, and gets the spans as named ranges.
     """
 
-    def __init__(self, device: Device, profiled: bool = False) -> None:
-        self._device, self.profiled = device, profiled
+    def __init__(self, device: Device, detailed: bool = False, profiled: bool = False) -> None:
+        self._device, self.detailed, self.profiled = device, detailed, profiled
         self._spans: list[tuple[str, str, str, Mark, Mark]] = []
         self._origin = self._mark(device.compute)
         self._last = self._origin
@@ -60,6 +61,9 @@ class Timeline:
         end: torch.cuda.Stream | None = None,
     ) -> Iterator[None]:
         """Marks what is enqueued inside, from `begin` to `end` (the compute stream by default)."""
+        if not self.detailed and not phase.startswith("wait"):
+            yield
+            return
         start = self._mark(begin or self._device.compute)
         with record_function(f"{phase} {unit}") if self.profiled else nullcontext():
             yield

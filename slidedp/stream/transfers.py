@@ -7,6 +7,7 @@ memory, each when it is really there.
 import math
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -76,6 +77,8 @@ class Transfers:
         self.stash = ActivationStash(device, config, width, self._modes, state.dtype)
         self.spill = SpillStore(device)
         self._steps: queue.SimpleQueue[Step | None] = queue.SimpleQueue()
+        self._due: deque[tuple[Step, Unit]] = deque()
+        """Updates that follow their step: `in_forward` updates a unit before its next delivery."""
         self._landings: queue.SimpleQueue[tuple[Landed | Written, Arrival] | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[tuple[Landed | Written, Arrival] | None] = queue.SimpleQueue()
         if device.is_cuda:
@@ -141,11 +144,13 @@ class Transfers:
             routed=self._routed,
         )
         forward = evaluation(len(self._units) - 2, self._tied, pieces)
-        while (step := self._steps.get()) is not None:
+        in_forward = self._layout.schedule == "in_forward"
+        while (step := self._next_step()) is not None:
             for transfer in program if step.learns else forward:
                 if isinstance(transfer, Reduce) and self._units[transfer.unit].frozen:
                     continue
                 if isinstance(transfer, Load):
+                    self._settle()
                     self._updates.begin(step.timeline)
                     continue
                 unit = self._units[transfer.unit]
@@ -155,6 +160,8 @@ class Transfers:
                 elif isinstance(transfer, Reduce):
                     kind = kept if unit.index in self._updates.indices else reduction
                     self._reduce(step, unit, kind, transfer.piece)
+                elif isinstance(transfer, Update) and in_forward:
+                    self._due.append((step, unit))
                 elif isinstance(transfer, Update):
                     self._update(step, unit)
                 elif isinstance(transfer, Balance):
@@ -166,9 +173,29 @@ class Transfers:
                         store.to_host(step, unit)
                     else:
                         store.to_device(step, unit, step.signal("visited", self._visits.backward(unit.index)))
-            step.timeline.transferred = True
+            step.timeline.transferred = not self._due
+        self._settle()
         self._landings.put(None)
         self._writes.put(None)
+
+    def _next_step(self) -> Step | None:
+        """The next one to move, None after the last. It may wait for the updates of the one before, so
+        these go on meanwhile."""
+        while self._due:
+            try:
+                return self._steps.get_nowait()
+            except queue.Empty:
+                self._update_next()
+        return self._steps.get()
+
+    def _update_next(self) -> None:
+        step, unit = self._due.popleft()
+        self._update(step, unit)
+        step.timeline.transferred = not self._due
+
+    def _settle(self) -> None:
+        while self._due:
+            self._update_next()
 
     def _chunks(self, unit: Unit) -> list[tuple[int, int]]:
         cut = self._state.dtype.itemsize, self._ranks, self._layout.vocabulary_pieces
@@ -182,6 +209,8 @@ class Transfers:
             slot = self.vocabulary.slot(transfer.visit)
             memory = self.vocabulary.slot_memory(unit, transfer.piece, transfer.visit)
             parts = [part for _, part in self.vocabulary.chunks(unit, transfer.piece)]
+        while self._due and self._due[0][1].index <= unit.index:
+            self._update_next()
         if forward and self._updates.is_fresh(unit):
             slot.free = step.signal("visited", transfer.release)
             gathers = self._transport.gathers
@@ -192,6 +221,8 @@ class Transfers:
             return
         # Publish, then deliver: in backward too, where the forward took a fresh slot and the version that
         # it computed with may still be on its way to the host.
+        while self._due and not self._gates.is_published(unit.index, step.number):
+            self._update_next()
         self._gates.wait_published(unit.index, step.number)
         slot.wait_free(self._device.to_device)
         slot.wait_free(delivery.stream)

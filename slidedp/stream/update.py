@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from slidedp.config import Config
-from slidedp.host.groups import segments
+from slidedp.host.groups import Segment, segments
 from slidedp.host.messages import Coefficients
 from slidedp.host.state import HostState
 from slidedp.layout import Layout
@@ -48,6 +48,31 @@ class _Out:
     def __init__(self, device: Device, numel: int, dtype: torch.dtype) -> None:
         self.memory = device.zeros(numel, dtype)
         self.free: Signal | None = None
+
+
+class _Part(NamedTuple):
+    """A rank's share of one chunk of a unit, in all the places that it has. Cut once: in a step, cutting
+    would take longer than enqueueing what is done with it."""
+
+    unit: Unit
+    start: int
+    """Of the chunk, in elements of the unit."""
+    stop: int
+    first: int
+    """Of the share."""
+    numel: int
+    gradient: torch.Tensor
+    """Where the summed gradient waits."""
+    state: tuple[torch.Tensor, ...]
+    """master, exp_avg and exp_avg_sq on the host."""
+    working: torch.Tensor | None
+    """What ranks are delivered, on the host; None where that is the master."""
+    segments: tuple[Segment, ...]
+    """What is updated alike, counted from `first`."""
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.unit.index, self.start
 
 
 class UpdateNumels(NamedTuple):
@@ -116,34 +141,60 @@ class ShardUpdate:
         self._in_slot = range(int(layout.vocabulary_pieces > 1), min(layout.window, layers) + 1)
         order = sorted(self.indices, reverse=layout.schedule == "in_backward")
         cut = layout.chunk_bytes, state.dtype.itemsize, ranks, layout.vocabulary_pieces
-        self._chunks = {i: chunks(state.units[i], *cut) for i in order}
-        self._gradients = {
-            i: device.zeros(padded_numel(state.units[i], ranks) // ranks, config.gradient_dtype)
-            for i in order
+        self._parts = {
+            i: self._cut(state.units[i], chunks(state.units[i], *cut), config.gradient_dtype) for i in order
         }
-        self._segments = {i: segments(state.units[i], config.optimizer) for i in order}
+        self._gradients = {part.key: part.gradient for parts in self._parts.values() for part in parts}
         resident = layout.resident_on_gpu(layers, frozen)
-        moving = [i for i in order if i not in resident]
-        self._sequence = [(state.units[i], *chunk) for i in moving for chunk in self._chunks[i]]
+        self._sequence = [part for i in order if i not in resident for part in self._parts[i]]
         numels = update_numels(state.units, layout, ranks, state.dtype.itemsize)
         entries = min(layout.update_slots, len(self._sequence))
-        self._ring = [_State(device, numels.ring // entries) for _ in range(entries)]
-        count = min(layout.update_slots, sum(map(len, self._chunks.values())))
+        self._ring = deque(_State(device, numels.ring // entries) for _ in range(entries))
+        count = min(layout.update_slots, len(self._gradients))
         self._outs = deque(_Out(device, numels.out // count, state.dtype) for _ in range(count))
         self._position = 0
         self._loaded: deque[_State] = deque()
         self._written: dict[tuple[int, int], Signal] = {}
         self._landed: dict[tuple[int, int], Signal] = {}
         self._fresh: dict[int, list[Offer]] = {}
-        self._resident = self._bring(resident)
+        self._resident = self._bring([part for i in sorted(resident) for part in self._parts[i]])
+
+    def _cut(self, unit: Unit, spans: list[tuple[int, int]], dtype: torch.dtype) -> list[_Part]:
+        """The unit's parts, and memory for its gradient."""
+        gradient = self._device.zeros(padded_numel(unit, self._ranks) // self._ranks, dtype)
+        state, working = self._state.tensors(unit), None
+        if self._state.unit(unit).working is not None:
+            working = self._state.delivered(unit)
+        alike = segments(unit, self._optimizer)
+        parts = []
+        for start, stop in spans:
+            first, _, last = shard(start, stop, self._rank, self._ranks)
+            place = start // self._ranks
+            inside = [segment.within(first, last) for segment in alike]
+            parts.append(
+                _Part(
+                    unit,
+                    start,
+                    stop,
+                    first,
+                    last - first,
+                    gradient[place : place + last - first],
+                    tuple(array[first:last] for array in state),
+                    None if working is None else working[first:last],
+                    tuple(
+                        s._replace(start=s.start - first, stop=s.stop - first)
+                        for s in inside
+                        if s.start < s.stop
+                    ),
+                )
+            )
+        return parts
 
     # --- gradients ------------------------------------------------------------------------------
 
     def gradient(self, unit: Unit, start: int, stop: int) -> torch.Tensor:
         """Where the rank's share of the unit's elements [start, stop), a chunk, waits for its update."""
-        first, _, last = shard(start, stop, self._rank, self._ranks)
-        place = start // self._ranks
-        return self._gradients[unit.index][place : place + last - first]
+        return self._gradients[unit.index, start]
 
     def landed(self, unit: Unit, start: int, done: Signal) -> None:
         """The gradient of the chunk at `start` is summed, and in its place, when `done` fires."""
@@ -157,62 +208,60 @@ class ShardUpdate:
         if self._device.state_in is not None and self._device.to_device is not None:
             # The head's delivery is on its way, and needed at once.
             self._device.state_in.wait_stream(self._device.to_device)
-        for _ in self._ring:
+        for _ in range(len(self._ring)):
             self._load_next()
 
     def _load_next(self) -> None:
         if self._position == len(self._sequence):
             return
-        unit, start, stop = self._sequence[self._position]
+        part, entry = self._sequence[self._position], self._ring[0]
         self._position += 1
-        entry = self._ring.pop(0)
-        self._ring.append(entry)
+        self._ring.rotate(-1)
         stream = self._device.state_in
-        for earlier in (entry.free, self._written.get((unit.index, start))):
+        for earlier in (entry.free, self._written.get(part.key)):
             if earlier is not None:
                 earlier.wait(stream)
-        with self._timeline.span("load", unit.name, "load", stream, stream):
-            self._load(entry, unit, start, stop)
+        with self._timeline.span("load", part.unit.name, "load", stream, stream):
+            self._load(entry, part)
         self._loaded.append(entry)
 
-    def _load(self, entry: _State, unit: Unit, start: int, stop: int) -> None:
-        first, _, last = shard(start, stop, self._rank, self._ranks)
+    def _load(self, entry: _State, part: _Part) -> None:
         with on(self._device.state_in):
-            for target, source in zip(entry.tensors, self._state.tensors(unit), strict=True):
-                target[: last - first].copy_(source[first:last], non_blocking=True)
+            for target, source in zip(entry.tensors, part.state, strict=True):
+                target[: part.numel].copy_(source, non_blocking=True)
         entry.loaded = self._fired(self._device.state_in)
 
-    def _bring(self, resident: frozenset[int]) -> dict[tuple[int, int], _State]:
+    def _bring(self, stay: list[_Part]) -> dict[tuple[int, int], _State]:
         """The state that stays, by unit and start of the chunk."""
-        parts = [(index, *part) for index in sorted(resident) for part in self._chunks[index]]
-        shares = {part: shard(*part[1:], self._rank, self._ranks) for part in parts}
-        brought = {part[:2]: _State(self._device, end - first) for part, (first, end, _) in shares.items()}
+        ranks = self._ranks
+        padded = {part.key: shard(part.start, part.stop, 0, ranks)[1] - part.start for part in stay}
+        brought = {part.key: _State(self._device, padded[part.key]) for part in stay}
         if self._device.state_in is not None:  # it is zeroed there
             self._device.state_in.wait_stream(torch.cuda.current_stream())
-        for index, start, stop in parts:
-            self._load(brought[index, start], self._state.units[index], start, stop)
+        for part in stay:
+            self._load(brought[part.key], part)
         return brought
 
     def close(self) -> None:
         """Writes to the host what has stayed, on every rank: all of it is there on return."""
         if not self._resident:
             return
-        for index, parts in self._chunks.items():
-            for start, stop in parts:
-                if (entry := self._resident.get((index, start))) is not None:
+        for parts in self._parts.values():
+            for part in parts:
+                if (entry := self._resident.get(part.key)) is not None:
                     assert entry.loaded is not None
                     entry.loaded.wait(self._device.state_out)  # where no step has run, no update has
-                    self._write(entry, self._state.units[index], start, stop, count=3)
+                    with on(self._device.state_out):
+                        self._write(entry, part, count=3)
         self._fired(self._device.state_out).synchronize()
         if self._ranks > 1:
             dist.barrier()  # whoever reads next may read another rank's share
 
-    def _write(self, entry: _State, unit: Unit, start: int, stop: int, count: int) -> None:
+    @staticmethod
+    def _write(entry: _State, part: _Part, count: int) -> None:
         """Enqueues the way to the host of the first `count` of master, exp_avg and exp_avg_sq."""
-        first, _, last = shard(start, stop, self._rank, self._ranks)
-        with on(self._device.state_out):
-            for target, source in zip(self._state.tensors(unit)[:count], entry.tensors, strict=False):
-                target[first:last].copy_(source[: last - first], non_blocking=True)
+        for target, source in zip(part.state[:count], entry.tensors, strict=False):
+            target.copy_(source[: part.numel], non_blocking=True)
 
     def _fired(self, stream: torch.cuda.Stream | None) -> Signal:
         signal = Signal(self._abort)
@@ -222,77 +271,69 @@ class ShardUpdate:
     def update(self, unit: Unit, step: int) -> Signal:
         """Enqueues the unit's update of `step`; the signal fires when the host has what is to go there."""
         device, coefficients = self._device, self._gates.wait_coefficients(step)
-        skipped, working = coefficients.grad_scale is None, self._state.unit(unit).working is not None
+        skipped, stream = coefficients.grad_scale is None, device.state_out
         slot = self._buffers.slot(unit) if unit.index in self._in_slot else None
         if slot is not None:
             slot.wait_free(device.update)
         offers = []
-        for start, stop in self._chunks[unit.index]:
-            resident = self._resident.get((unit.index, start))
+        for part in self._parts[unit.index]:
+            resident = self._resident.get(part.key)
             entry, out = resident or self._loaded.popleft(), self._outs[0]
-            for earlier in (entry.loaded, entry.free, self._landed[unit.index, start]):
+            for earlier in (entry.loaded, entry.free, self._landed[part.key]):
                 if earlier is not None:
                     earlier.wait(device.update)
-            first, _, last = shard(start, stop, self._rank, self._ranks)
             if not skipped:
-                self._adamw(unit, start, stop, entry, out, coefficients)
+                if out.free is not None:
+                    out.free.wait(device.update)
+                new = out.memory[: part.numel]
+                with on(device.update):
+                    self._adamw(part, entry, new, coefficients)
+                    if slot is not None:
+                        slot.memory[part.first : part.first + part.numel].copy_(new)
                 if slot is not None:
-                    with on(device.update):
-                        slot.memory[first:last].copy_(out.memory[: last - first])
                     offers.append(self._transport.offer(UPDATE, device.update))
-            stream = device.state_out
             self._fired(device.update).wait(stream)
             with self._timeline.span("write", unit.name, "write", stream, stream), on(stream):
-                if working and not skipped:  # what others wait for goes first
-                    self._state.delivered(unit)[first:last].copy_(
-                        out.memory[: last - first], non_blocking=True
-                    )
-                count = self._leaving(resident is not None, working, coefficients)
-                self._write(entry, unit, start, stop, count)
+                if part.working is not None and not skipped:  # what others wait for goes first
+                    part.working.copy_(new, non_blocking=True)
+                self._write(entry, part, self._leaving(part, resident is not None, coefficients))
             entry.free = out.free = self._fired(stream)
             self._outs.rotate(-1)
             if resident is None:
-                self._written[unit.index, start] = entry.free
+                self._written[part.key] = entry.free
                 self._load_next()
         # A step that is skipped leaves the slot as it is: embed's holds the head by then.
         if slot is not None and not skipped:
             self._fresh[unit.index] = offers
-        return self._fired(device.state_out)
+        return self._fired(stream)
 
     @staticmethod
-    def _leaving(stays: bool, working: bool, coefficients: Coefficients) -> int:
-        """How many tensors of a chunk's state go to the host."""
+    def _leaving(part: _Part, stays: bool, coefficients: Coefficients) -> int:
+        """How many tensors of a part's state go to the host."""
         if coefficients.store and stays:
             return 3
         if coefficients.grad_scale is None:  # the host has them
             return 0
         if not stays:
             return 3
-        return 0 if working else 1  # ranks that compute in FP32 are delivered the master itself
+        return 0 if part.working is not None else 1  # FP32 ranks are delivered the master itself
 
-    def _adamw(
-        self, unit: Unit, start: int, stop: int, entry: _State, out: _Out, coefficients: Coefficients
-    ) -> None:
-        """Enqueues AdamW on the rank's share of the chunk [start, stop) of the unit."""
-        settings, grad_scale = self._optimizer, coefficients.grad_scale
-        assert grad_scale is not None
-        if out.free is not None:
-            out.free.wait(self._device.update)
-        begin, _, end = shard(start, stop, self._rank, self._ranks)
-        tensors = [*entry.tensors, out.memory, self.gradient(unit, start, stop)]
-        with on(self._device.update):
-            for segment in self._segments[unit.index]:
-                first, last, lr_factor, weight_decay = segment.within(begin, end)
-                if first < last:
-                    adamw_update(
-                        *(tensor[first - begin : last - begin] for tensor in tensors),
-                        grad_scale=grad_scale,
-                        lr=coefficients.lr * lr_factor,
-                        betas=settings.betas,
-                        eps=settings.eps,
-                        weight_decay=weight_decay,
-                        step=coefficients.update,
-                    )
+    def _adamw(self, part: _Part, entry: _State, out: torch.Tensor, coefficients: Coefficients) -> None:
+        """AdamW on the part; `out` receives its new master in the compute dtype."""
+        settings = self._optimizer
+        assert coefficients.grad_scale is not None
+        tensors = [*(tensor[: part.numel] for tensor in entry.tensors), out, part.gradient]
+        for segment in part.segments:
+            whole = segment.stop - segment.start == part.numel
+            adamw_update(
+                *(tensors if whole else [tensor[segment.start : segment.stop] for tensor in tensors]),
+                grad_scale=coefficients.grad_scale,
+                lr=coefficients.lr * segment.lr_factor,
+                betas=settings.betas,
+                eps=settings.eps,
+                weight_decay=segment.weight_decay,
+                step=coefficients.update,
+            )
 
     # --- delivery -------------------------------------------------------------------------------
 
@@ -303,6 +344,6 @@ class ShardUpdate:
     def gather(self, unit: Unit) -> None:
         """Enqueues what makes a fresh slot whole."""
         slot, offers = self._buffers.slot(unit).memory, self._fresh.pop(unit.index)
-        for (start, stop), offer in zip(self._chunks[unit.index], offers, strict=True):
-            first, last, _ = shard(start, stop, self._rank, self._ranks)
-            self._transport.all_gather(slot[start : start + (last - first) * self._ranks], offer)
+        for part, offer in zip(self._parts[unit.index], offers, strict=True):
+            first, last, _ = shard(part.start, part.stop, self._rank, self._ranks)
+            self._transport.all_gather(slot[part.start : part.start + (last - first) * self._ranks], offer)

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from slidedp.model.units import shard
 from slidedp.stream.device import Abort, Signal
 from slidedp.stream.signals import Step
 from slidedp.stream.spill import SpillStore, offsets
@@ -82,16 +81,15 @@ def writing_on_a_thread(enqueue: Callable) -> Callable:
     """`ShardUpdate.update` as a GPU does it: the rank's share reaches the host some time later."""
 
     def enqueued(updates: ShardUpdate, unit: Any, number: int) -> Signal:
-        arrays = [*updates._state.tensors(unit), updates._state.delivered(unit)]
-        cuts = [shard(*chunk, updates._rank, updates._ranks) for chunk in updates._chunks[unit.index]]
-        shares = [array[first:last] for array in arrays for first, _, last in cuts]
+        parts = updates._parts[unit.index]
+        shares = [share for part in parts for share in (*part.state, part.working) if share is not None]
         before = [share.clone() for share in shares]
         enqueue(updates, unit, number)
         after = [share.clone() for share in shares]
         for share, old in zip(shares, before, strict=True):
             share.copy_(old)
         written = Signal(Abort())
-        updates._written |= {(unit.index, start): written for start, _ in updates._chunks[unit.index]}
+        updates._written |= {part.key: written for part in parts}
 
         def later() -> None:
             time.sleep(PAUSE)
