@@ -327,6 +327,7 @@ class MetricsQueue:
                 cause = span.phase.removeprefix("wait ")
                 waits[cause] = waits.get(cause, 0.0) + (span.end - span.start) / 1e3
         seconds = timeline.total_ms() / 1e3
+        peak, retries = self._device.memory()
         event: dict[str, Any] = {
             "kind": "step",
             "rank": self._rank,
@@ -336,8 +337,8 @@ class MetricsQueue:
             "compute_seconds": seconds,
             "step_seconds": timeline.seconds_since(self._previous) if self._previous else None,
             "wait_seconds": waits,
-            "gpu_peak_bytes": self._device.peak_bytes(),
-            "allocator_retries": self._device.allocator_retries(),
+            "gpu_peak_bytes": peak,
+            "allocator_retries": retries,
             "anonymous_bytes": anonymous_bytes(),
             "began": timeline.began(),
         }

@@ -23,7 +23,7 @@ from slidedp.policy.records import Candidate, Record, save_records
 from slidedp.policy.words import NAMES, WAITS, describe, describe_modes
 from slidedp.preflight import Plan, plan
 
-CHUNKS = tuple(2**20 * mib for mib in (8, 16, 32, 64, 128))
+CHUNKS = tuple(2**20 * mib for mib in (8, 16, 32, 64, 128, 256, 512))
 WINDOWS = (2, 3, 4, 6)
 GRADIENT_SLOTS = (1, 2, 3)
 SHORT_LIST = 4

@@ -7,6 +7,7 @@ from typing import Any
 import pandas as pd
 
 from slidedp.layout import Layout
+from slidedp.policy.demands import demands
 from slidedp.policy.rates import GROUPS, Rates, Workload
 from slidedp.policy.step_time import predict
 from slidedp.stream.timeline import Span
@@ -16,6 +17,7 @@ WIDEST = 20.0
 """A span that is off by more than this factor was disturbed, by a compilation for one: no correction."""
 CLOSE = 0.02
 """Relative difference of spans that needs no further correction."""
+THREADS = ("enqueue_forward", "enqueue_backward", "enqueue_operation")
 ROUNDS = 6
 """Corrections at most."""
 
@@ -23,7 +25,8 @@ ROUNDS = 6
 def calibrated(rates: Rates, workload: Workload, layout: Layout, log: RunLog, step: int) -> Rates:
     """`rates`, corrected by the timeline of `step`, which ran under `layout`.
 
-    Compute is taken as measured, and modes that the step did not use change in proportion. Links,
+    Compute is taken as measured, and modes that the step did not use change in proportion; where the model
+    says that the GPU waits for the threads that enqueue, these are corrected instead. Links,
     collectives and the worker are scaled until the model's spans are as long as the measured ones.
     Without a timeline of that step the rates come back as they are.
     """
@@ -84,14 +87,26 @@ def _with_compute(
         found = seconds[rows]
         return None if found.empty else float(median(found))
 
+    tasks = demands(workload, rates, layout)
     forward = typical("forward") or rates.forward
-    changes: dict[str, Any] = {"forward": forward}
-    ratios = [forward / rates.forward]
+    changes: dict[str, Any] = {}
+    ratios, of_threads = [1.0], []
+    if tasks.enqueue_forward > rates.forward:
+        of_threads.append(forward / tasks.enqueue_forward)
+    else:
+        changes["forward"] = forward
+        ratios = [forward / rates.forward]
     for mode in set(modes):
         names = [f"layers.{i}" for i, m in enumerate(modes) if m == mode]
         found = typical("backward", names)
-        if found is not None:
-            ratios.append(found / rates.backward(mode, layout.partial_budget))
+        enqueue, probed = (
+            tasks.enqueue_backward[modes.index(mode)],
+            rates.backward(mode, layout.partial_budget),
+        )
+        if found is not None and enqueue > probed:
+            of_threads.append(found / enqueue)
+        elif found is not None:
+            ratios.append(found / probed)
             if mode != "partial":
                 changes["backward_keep" if mode == "keep" else "backward_recompute"] = found
     ratio = _sound(median(ratios[1:] or ratios))  # backwards stand for backwards
@@ -100,6 +115,9 @@ def _with_compute(
     partial = tuple((budget, s * ratio) for budget, s in rates.backward_partial)
     changes["head"] = typical("head") or rates.head
     changes["embed_forward"] = typical("forward", embed=True) or rates.embed_forward
+    if of_threads:
+        factor = _sound(median(of_threads))
+        changes |= {name: getattr(rates, name) * factor for name in THREADS}
     # What no span covers: gradients copied into their buffers, and the embedding's backward.
     whole = [e["compute_seconds"] for e in log.events("step") if e["step"] == step]
     covered = seconds[ranks["track"] == "compute"].sum() / len(whole)

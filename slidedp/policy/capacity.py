@@ -6,7 +6,7 @@ from slidedp.policy.rates import Rates, Workload
 from slidedp.policy.traffic import traffic
 
 COMPUTE = "compute"
-RESOURCES = (COMPUTE, "update", "to_device", "to_host", "collective", "host_memory")
+RESOURCES = (COMPUTE, "threads", "update", "to_device", "to_host", "collective", "host_memory")
 
 
 def busy_seconds(w: Workload, r: Rates, layout: Layout, d: Demands) -> dict[str, float]:
@@ -44,6 +44,7 @@ def busy_seconds(w: Workload, r: Rates, layout: Layout, d: Demands) -> dict[str,
         up, down, collective = up + down + collective, 0.0, 0.0
     return {
         COMPUTE: compute,
+        "threads": w.layers * d.enqueue_forward + sum(d.enqueue_backward),
         "update": worker,
         "to_device": up,
         "to_host": down,

@@ -54,8 +54,13 @@ class Demands:
     stash: float
     fetch: float
     forward: float
+    """Of the GPU."""
     backward: list[float]
     """By layer, the first one first."""
+    enqueue_forward: float
+    """A rank's threads share one interpreter: what they take to enqueue a layer's forward and all that moves
+    meanwhile. The GPU cannot be faster."""
+    enqueue_backward: list[float]
     submit: list[float]
     """The copy of a gradient into its buffer."""
     head: float
@@ -89,6 +94,7 @@ def demands(w: Workload, r: Rates, layout: Layout) -> Demands:
     sizes = (w.embed_params, w.layer_params, w.head_params)
     delivers = [_deliver(p, w, r, layout, moved, up_first) for p in sizes]
     reduces = [_reduce(p, w, r, layout, moved, down_last) for p in sizes]
+    enqueue_forward, enqueue_backward = _enqueueing(w, r, layout)
     seconds_of_mode = {
         mode: r.backward(mode, layout.partial_budget) for mode in set(layout.activation_modes(w.layers))
     }
@@ -112,6 +118,11 @@ def demands(w: Workload, r: Rates, layout: Layout) -> Demands:
         fetch=w.input_bytes * up_again,
         forward=r.forward,
         backward=[seconds_of_mode[mode] for mode in layout.activation_modes(w.layers)],
+        enqueue_forward=enqueue_forward,
+        enqueue_backward=[
+            enqueue_backward + (0.0 if mode in ("keep", "partial", "spill") else r.enqueue_forward)
+            for mode in layout.activation_modes(w.layers)
+        ],
         submit=[2 * p * w.itemsize / r.device_copy for p in sizes],
         head=r.head,
         embed_forward=r.embed_forward,
@@ -140,6 +151,39 @@ def _reduce(params: int, w: Workload, r: Rates, layout: Layout, moved: Traffic, 
     between = reduction != "cpu" and w.ranks > 1
     collective = size * scatter + r.collective_latency if between else 0.0
     return Chunks(count, size * moved.share_down * per_byte + r.copy_latency, collective)
+
+
+VISIT = 4
+"""Operations besides a layer's own kernels: its events, and the copy of its gradients."""
+LAND, NORM, COLLECTIVE, PULL = 2, 3, 2, 6
+"""Operations for each chunk: to land it, to sum its squares, to gather or sum it by a collective or by
+copies from one other rank."""
+UPDATE, LOAD = 4, 5
+"""... to update it on the GPU, and to bring its state up and back."""
+
+
+def _enqueueing(w: Workload, r: Rates, layout: Layout) -> tuple[float, float]:
+    """Seconds to enqueue a layer's forward and its backward from kept intermediates, and what moves beside
+    each: deliveries, reductions and, on average over the layers, updates on the GPU."""
+    count, _ = _chunks(w.layer_params, w, layout)
+    delivery, reduction = route(w, layout)
+    in_forward = layout.schedule == "in_forward"
+    between = 0 if w.ranks == 1 else COLLECTIVE if layout.transport == "collective" else PULL * (w.ranks - 1)
+    deliver = 1 + (between if delivery != "replicated" else 0)
+    reduce = LAND + (between if reduction != "cpu" else 0) + (NORM if in_forward else 0)
+    layers = range(1, w.layers + 1)
+    there, stays = (
+        sum(unit in units for unit in layers) / w.layers
+        for units in (layout.updated_on_gpu(w.layers), layout.resident_on_gpu(w.layers))
+    )
+    update = there * UPDATE + (there - stays) * LOAD
+    again = max(0, w.layers - layout.window) / w.layers
+    forward = VISIT + count * (deliver + (update if in_forward else 0))
+    backward = VISIT + count * (again * deliver + reduce + (0 if in_forward else update))
+    return (
+        r.enqueue_forward + forward * r.enqueue_operation,
+        r.enqueue_backward + backward * r.enqueue_operation,
+    )
 
 
 # --- updates ------------------------------------------------------------------------------------

@@ -49,4 +49,4 @@ def explain(workload: Workload, rates: Rates, layout: Layout) -> str:
 
 
 def _plural(resource: str) -> bool:
-    return resource in ("to_device", "to_host", "collective")
+    return resource in ("threads", "to_device", "to_host", "collective")

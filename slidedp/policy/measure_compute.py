@@ -9,7 +9,7 @@ from torch.nn import functional
 from slidedp.config import DTYPES
 from slidedp.model.loss import linear_cross_entropy
 from slidedp.model.units import Unit
-from slidedp.policy.phases import seconds
+from slidedp.policy.phases import enqueue_seconds, seconds
 from slidedp.preflight import Plan
 from slidedp.rank import ModelFunctions, model_functions
 from slidedp.stream.activations import Activations, Keep, LayerCall, Parameters, Recompute
@@ -53,9 +53,20 @@ def compute_seconds(planned: Plan, device: Device) -> dict[str, float]:
         )
         return forward, max(pairs - forward, 1e-9)
 
+    def enqueue() -> dict[str, float]:
+        """Seconds of the thread that enqueues them."""
+        kept, function = Keep(), call(functions.layer)
+        forward = enqueue_seconds(device, lambda: kept.forward(function, layer, hidden))
+        pair = enqueue_seconds(
+            device, lambda: (kept.forward(function, layer, hidden), kept.backward(function, layer, gradient))
+        )
+        return {"enqueue_forward": forward, "enqueue_backward": max(0.0, pair - forward)}
+
     forward, keep = both(Keep, functions.layer)
     _, recompute = both(Recompute, functions.layer)
     found = {"forward": forward, "backward_keep": keep, "backward_recompute": recompute}
+    if device.is_cuda:
+        found |= enqueue()
     if config.compile:
         found["backward_partial"] = both(Keep, functions.partial(PARTIAL_BUDGET))[1]
     matrix = embed["weight"].detach()

@@ -5,10 +5,10 @@ from collections.abc import Callable
 
 import torch
 
-from slidedp.policy.phases import seconds, synchronize
+from slidedp.policy.phases import enqueue_seconds, seconds, synchronize
 from slidedp.stream.adamw import adamw_update
 from slidedp.stream.arena import Arena, block_bytes
-from slidedp.stream.device import Abort, Device, on
+from slidedp.stream.device import Abort, Device, Signal, on
 from slidedp.stream.transport import DELIVERY, Collectives, Copies, Transport
 
 
@@ -45,6 +45,20 @@ class HostCopies:
         """Seconds of a copy of one page."""
         page = self._source[:4096]
         return seconds(self._device, lambda: self._arriving[:4096].copy_(page, non_blocking=True))
+
+    def operation(self) -> float:
+        """Seconds to enqueue a copy, a signal behind it and a wait before it."""
+        stream, page, count, abort = self._device.to_device, self._source[:4096], 64, Abort()
+
+        def some() -> None:
+            for _ in range(count):
+                signal = Signal(abort)
+                signal.fire(stream)
+                signal.wait(stream)
+                with on(stream):
+                    self._arriving[:4096].copy_(page, non_blocking=True)
+
+        return enqueue_seconds(self._device, some) / count
 
 
 def gpu_update(device: Device, source: torch.Tensor, target: torch.Tensor) -> float:

@@ -69,6 +69,18 @@ def seconds(device: Device, work: Callable[[], Any], repeats: int = REPEATS) -> 
     return sorted(times[2:])[repeats // 2]
 
 
+def enqueue_seconds(device: Device, work: Callable[[], Any]) -> float:
+    """Median time until `work` is enqueued on an idle GPU, after two calls that do not count."""
+    times = []
+    for _ in range(REPEATS + 2):
+        synchronize(device)
+        begun = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begun)
+    synchronize(device)
+    return sorted(times[2:])[REPEATS // 2]
+
+
 def synchronize(device: Device) -> None:
     """Waits for all of a GPU's work."""
     if device.is_cuda:

@@ -36,7 +36,7 @@ from slidedp.preflight import Plan, plan
 from slidedp.stream.device import Device
 from slidedp.stream.group import join_ranks
 
-CACHE_VERSION = 2
+CACHE_VERSION = 3
 
 
 def probe(run: Plan | Config, *, fresh: bool = False) -> Rates:
@@ -138,6 +138,7 @@ def _rates(planned: Plan, w: Workload, ranks: list[dict[str, Any]], worker: dict
         sum_lanes=worker["sum_lanes"],
         host_memory=max(traffic) if cuda else float("inf"),
         gpu_update=mean("gpu_update") if cuda else 0.0,
+        enqueue_operation=mean("enqueue_operation") if cuda else 0.0,
         copy_latency=mean("copy_latency"),
         update_latency=worker["update_latency"],
         synchronous=not cuda,
@@ -187,6 +188,7 @@ def _rank(rank: int, ranks: int, setup: Setup) -> dict[str, Any]:
     found["copy_latency"] = copies.latency()
     if cuda:
         found["gpu_update"] = gpu_update(device, source, target)
+        found["enqueue_operation"] = copies.operation()
     device.unregister(source)
     device.unregister(target)
     found["collectives"] = []

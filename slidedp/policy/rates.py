@@ -136,6 +136,14 @@ class Rates:
     """Parameters per second of each rank, when every rank streams FP32 state up, updates it and writes
     it back; 0 where it is not measured."""
 
+    enqueue_forward: float = 0.0
+    """Seconds that a rank's compute thread takes to enqueue a layer's forward; 0 where the GPU never waits
+    for it."""
+    enqueue_backward: float = 0.0
+    """... a backward from kept intermediates; one that runs the forward again takes both."""
+    enqueue_operation: float = 0.0
+    """... one copy or kernel on a stream, between the events that order it."""
+
     copy_latency: float = 5e-6
     """Seconds per chunk besides its bytes, on a link."""
     collective_latency: float = 3e-5

@@ -69,7 +69,9 @@ def steady_step(w: Workload, r: Rates, layout: Layout, d: Demands, record: bool 
     deliver = [d.deliver[k] for k in kind]
     reduce = [d.keep[k] if unit in there else d.reduce[k] for unit, k in enumerate(kind)]
     update, lane_sum = [d.update[k] for k in kind], [d.lane_sum[k] for k in kind]
-    forward, message, synchronous = d.forward, r.message_latency, r.synchronous
+    forward = max(d.forward, d.enqueue_forward)
+    backward = [max(gpu, thread) for gpu, thread in zip(d.backward, d.enqueue_backward, strict=True)]
+    message, synchronous = r.message_latency, r.synchronous
     gathers = d.deliver_again.collective > 0
 
     # When each thing was last the case, by unit; `visited` by number of the visit.
@@ -174,7 +176,7 @@ def steady_step(w: Workload, r: Rates, layout: Layout, d: Demands, record: bool 
                     wait_for_delivery(unit)
                 if unit in offloaded and fetched[unit] > now:
                     wait_for_input(fetched[unit])
-                compute(unit, "backward", d.backward[unit - 1], visit)
+                compute(unit, "backward", backward[unit - 1], visit)
                 if reduced[before] > now:
                     wait_for_buffer(unit, reduced[before])
                 now += d.submit[1]

@@ -59,7 +59,7 @@ def predict(workload: Workload, rates: Rates, layout: Layout, *, timeline: bool 
     if busy[longest] > steady.step * (1 + STEADY):
         binding = longest
     elif sum(steady.exposed.values()) < IDLE * step:
-        binding = COMPUTE
+        binding = COMPUTE if busy[COMPUTE] >= busy["threads"] else "threads"
     else:
         # What would a slightly faster GPU gain? At least half of it: the GPU decides the step.
         faster = steady_step(workload, rates, layout, tasks.with_compute(0.98))

@@ -6,6 +6,7 @@ from slidedp.layout import Layout
 
 NAMES = {
     "compute": "the GPUs' compute",
+    "threads": "the threads that enqueue work",
     "update": "the optimizer worker",
     "to_device": "copies to the GPUs",
     "to_host": "copies to the host",

@@ -13,6 +13,7 @@ from slidedp import Config, ConfigError, Data, Layout, Optimizer, cli, launch, o
 from slidedp.policy.auto import FIELDS, STAGES, AutoPolicy
 from slidedp.policy.calibrate import calibrated
 from slidedp.policy.candidates import GPU_SHARE, Trial
+from slidedp.policy.demands import demands
 from slidedp.policy.flips import TIE
 from slidedp.policy.machines import H200, MACHINES
 from slidedp.policy.probe import cache_folder, probe
@@ -257,6 +258,27 @@ def test_a_timeline_corrects_compute(tuned):
         rows = layers[layers["phase"] == phase]
         assert found == pytest.approx((rows["end"] - rows["start"]).median() / 1e3)
     assert json.dumps(right.to_dict())
+
+
+def test_a_timeline_of_waiting_for_threads_corrects_these(tuned):
+    log, _ = tuned
+    step = log.sampled_steps()[-1]
+    layout = _layout_of(log, step)
+    workload = dataclasses.replace(workload_of(WIDE), layers=5)
+    spans = log.timeline(step)
+    backward = spans[(spans["phase"] == "backward") & spans["unit"].str.startswith("layers.")]
+    measured = (backward["end"] - backward["start"]).median() / 1e3
+    probed = dataclasses.replace(
+        H200.rates(workload).faster("compute", 1e6),
+        **dict.fromkeys(("enqueue_forward", "enqueue_backward"), measured / 5),
+        enqueue_operation=measured / 50,
+    )
+    before = demands(workload, probed, layout)
+    assert before.enqueue_backward[0] > before.backward[0] and before.enqueue_forward > before.forward
+    right = calibrated(probed, workload, layout, log, step)
+    assert right.forward == probed.forward and right.backward_keep == probed.backward_keep
+    found = demands(workload, right, layout).enqueue_backward[0]
+    assert abs(found - measured) < abs(before.enqueue_backward[0] - measured)
 
 
 def _layout_of(log: RunLog, step: int) -> Layout:

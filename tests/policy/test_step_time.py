@@ -240,6 +240,33 @@ def test_weak_scaling_on_a_switched_server_stays_above_nine_tenths():
     assert steps[0] / steps[1] > 0.9
 
 
+def test_threads_that_enqueue_bind_small_layers_in_small_chunks():
+    """Four sequences, all state on the GPUs: a chunk takes a thread as long, whatever its size."""
+    workload = qwen3_8b(2, 4)
+    idle = H200.rates(workload)
+    rates = dataclasses.replace(idle, enqueue_forward=5e-4, enqueue_backward=1e-3, enqueue_operation=7e-5)
+    layout = Layout(
+        schedule="in_backward",
+        transport="copy",
+        activations="keep",
+        gpu_updates=38,
+        resident_updates=38,
+        window=36,
+    )
+    small, large = (
+        predict(workload, rates, dataclasses.replace(layout, chunk_bytes=mib * 2**20)) for mib in (16, 512)
+    )
+    assert small.binding == "threads" and small.host_bound
+    assert small.demand["threads"] > 10 * large.demand["threads"]
+    assert large.binding == "compute"
+    # Nothing else has changed: where threads are quick, the chunk hardly matters.
+    assert large.step_seconds == pytest.approx(predict(workload, idle, layout).step_seconds, rel=0.02)
+    assert small.step_seconds >= small.demand["threads"] > 1.5 * large.step_seconds
+    assert "the threads that enqueue work decide it" in explain(
+        workload, rates, dataclasses.replace(layout, chunk_bytes=16 * 2**20)
+    )
+
+
 # --- what else it returns -----------------------------------------------------------------------
 
 
