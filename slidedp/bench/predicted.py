@@ -36,18 +36,23 @@ MEASURED = 6
 """Steps whose median counts, after WARM_UP steps under the layout."""
 
 
-def sweep(compiled: bool) -> list[Layout]:
+def sweep(layers: int, ranks: int, compiled: bool) -> list[Layout]:
     """Layouts that differ in everything a layout can differ in. The first one gives the timeline."""
     first = Layout(schedule="in_backward")
-    middle: list[dict[str, Any]] = [
-        {"schedule": "in_forward"},
-        {"landing": "ring"},
+    routes: list[dict[str, Any]] = [  # one rank has one
         {"delivery": "replicated"},
         {"reduction": "cpu"},
         {"reduction": "gpu_root"},
         {"delivery": "broadcast"},
+    ]
+    everywhere = {"gpu_updates": layers + 2, "resident_updates": layers + 2}
+    middle: list[dict[str, Any]] = [
+        {"schedule": "in_forward"},
+        {"landing": "ring"},
+        *(routes if ranks > 1 else []),
         {"delivery": "replicated", "reduction": "cpu", "schedule": "in_forward", "activations": "offload"},
         {"chunk_bytes": 8 * 2**20},
+        {"chunk_bytes": 512 * 2**20},
         {"window": 2, "gradient_slots": 1},
         {"activations": "offload"},
         {"activations": "keep"},
@@ -55,6 +60,9 @@ def sweep(compiled: bool) -> list[Layout]:
         {"gpu_updates": 12},
         {"gpu_updates": 12, "resident_updates": 12},
         {"activations": "keep", "gpu_updates": 12},
+        {"activations": "keep"} | everywhere,
+        {"activations": "keep", "chunk_bytes": 512 * 2**20} | everywhere,
+        {"schedule": "in_forward"} | everywhere,
     ]
     if compiled:
         middle += [{"activations": "partial"}, {"activations": "partial", "schedule": "in_forward"}]
@@ -89,7 +97,7 @@ def compare(
         )
         planned = plan(config)
         workload, rates = workload_of(planned), probe(planned)
-        layouts = layouts or sweep(bool(planned.config.compile))
+        layouts = layouts or sweep(workload.layers, workload.ranks, bool(planned.config.compile))
         chosen = AutoPolicy(planned, rates).decide_all()
         if chosen not in layouts:
             layouts = [*layouts, chosen]
