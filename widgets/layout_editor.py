@@ -23,7 +23,7 @@ from slidedp.widgets.layer_strip import LayerStrip
 from slidedp.widgets.memory import memory_bars
 from slidedp.widgets.timeline import timeline_bars, timeline_figure
 
-CHUNKS_MIB = (0.0625, 0.25, 1, 4, 8, 16, 32, 64, 128, 256)
+CHUNKS_MIB = (0.0625, 0.25, 1, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class LayoutEditor(traitlets.HasTraits):

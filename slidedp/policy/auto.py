@@ -183,7 +183,7 @@ class AutoPolicy:
                         where = f", {count} on GPUs" if count else ""
                         yield self.candidates.filled(layout), name + where + ", resident" * bool(resident)
         elif stage == "buffers":
-            for chunk in sorted({*CHUNKS, now.chunk_bytes}):
+            for chunk in self._chunk_sizes(now):
                 for window in sorted({*WINDOWS, now.window, self.workload.layers}):  # the last: all stay
                     for slots in sorted({*GRADIENT_SLOTS, now.gradient_slots}):
                         layout = dataclasses.replace(
@@ -194,6 +194,12 @@ class AutoPolicy:
         elif stage == "activations":
             for layout in self.candidates.mixes(now):
                 yield layout, describe_modes(layout, self.workload.layers)
+
+    def _chunk_sizes(self, layout: Layout) -> list[int]:
+        """Chunk sizes that cut a layer differently; the layout's own among them."""
+        layer = self.workload.layer_params * self.workload.itemsize
+        by_count = {-(-layer // chunk): chunk for chunk in sorted(CHUNKS, reverse=True)}
+        return sorted({*by_count.values(), layout.chunk_bytes})
 
     def _gpu_updates(self, layout: Layout) -> list[int]:
         """Numbers of units to update on the GPUs."""
