@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def run_notebook(path: str | Path) -> None:
         extra_arguments=["--IPKernelApp.log_level=ERROR"],  # else it warns that local TCP is not encrypted
         resources={"metadata": {"path": str(path.parent)}},
         store_widget_state=False,
-        on_cell_execute=lambda cell, cell_index: _announce(cell, cell_index, len(notebook.cells)),
+        on_cell_execute=_Announcement(len(notebook.cells)),
     )
     try:
         asyncio.run(_execute(client))
@@ -62,6 +63,13 @@ async def _execute(client: NotebookClient) -> None:
         raise
 
 
-def _announce(cell: Any, index: int, count: int) -> None:
-    if cell.cell_type == "code":
-        print(f"--- cell {index + 1} of {count}: {cell.source.strip().splitlines()[0]}", flush=True)
+class _Announcement:
+    """Says which cell comes, and when."""
+
+    def __init__(self, count: int) -> None:
+        self._count, self._begun = count, time.monotonic()
+
+    def __call__(self, cell: Any, cell_index: int) -> None:
+        if cell.cell_type == "code":
+            where = f"cell {cell_index + 1} of {self._count}, {time.monotonic() - self._begun:.0f} s"
+            print(f"--- {where}: {cell.source.strip().splitlines()[0]}", flush=True)
