@@ -161,13 +161,15 @@ def test_an_open_gate_is_a_wrong_version(delay, gate, window):
     assert wrong_versions(outcome)
 
 
-def test_a_step_starts_on_early_units_while_late_ones_still_update():
-    """The gate is per unit, not a barrier."""
-    outcome = run(layout(), ("slow update",), record=True)
+@pytest.mark.parametrize(
+    ("there", "delay"), [(0, "slow update"), (LAYERS + 2, "slow updates of rank 1")], ids=["worker", "GPUs"]
+)
+def test_a_step_starts_on_early_units_while_late_ones_still_update(there, delay):
+    """The gate is per unit, not a barrier, wherever units are updated."""
+    outcome = run(layout(gpu_updates=there), (delay,), record=True)
     *ranks, published = outcome.recorded
-    head = len(outcome.units) - 1
     for step in range(1, STEPS):
-        last = next(time for unit, version, _, time in published if (unit, version) == (head, step))
+        second_layer = next(time for unit, version, _, time in published if (unit, version) == (2, step))
         for seen in ranks:
             first = min(time for number, visit, _, _, time in seen if (number, visit) == (step, 0))
-            assert first < last
+            assert first < second_layer
