@@ -10,6 +10,7 @@ import dataclasses
 import json
 import statistics
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,8 +78,9 @@ def compare(
     length: int = 1024,
     ranks: int | None = None,
     **settings: Any,
-) -> list[dict[str, Any]]:
-    """One row per layout that fits: predictions in seconds, and what real steps took.
+) -> Iterator[dict[str, Any]]:
+    """One row per layout that fits, as soon as it has had its steps: predictions in seconds, and what real
+    steps took.
 
     `batch` is in sequences per rank; `settings` are further fields of the config.
     """
@@ -103,9 +105,9 @@ def compare(
             layouts = [*layouts, chosen]
         layouts = [layout for layout in layouts if fits(under(planned, layout))]
         random_samples(Path(name), config.batch_size, length, model.vocab_size)
-        rows = []
         with launch(dataclasses.replace(config, layout=layouts[0])) as run:
             wait_for_step(run, CALIBRATION + 1)
+            corrected = calibrated(rates, workload, layouts[0], run.log, CALIBRATION)
             started = CALIBRATION - WARM_UP
             for layout in layouts:
                 if layout != run.layout:
@@ -117,27 +119,18 @@ def compare(
                 begin = started + WARM_UP
                 wait_for_step(run, begin + MEASURED)
                 steps = run.metrics()["step_seconds"].loc[begin : begin + MEASURED - 1]
-                rows.append((layout, float(statistics.median(steps))))
-            corrected = calibrated(rates, workload, layouts[0], run.log, CALIBRATION)
-            run.stop()
-            run.wait()
-    table = []
-    for layout, measured in rows:
-        p = predict(workload, corrected, layout)
-        table.append(
-            {
-                "ranks": workload.ranks,
-                "batch": batch,
-                "layout": dataclasses.asdict(layout),
-                "note": CHOICE if layout == chosen else describe(layout, Layout()),
-                "measured_seconds": measured,
-                "probed_seconds": predict(workload, rates, layout).step_seconds,
-                "predicted_seconds": p.step_seconds,
-                "bound_seconds": p.bound_seconds,
-                "binding": p.binding,
-            }
-        )
-    return table
+                p = predict(workload, corrected, layout)
+                yield {
+                    "ranks": workload.ranks,
+                    "batch": batch,
+                    "layout": dataclasses.asdict(layout),
+                    "note": CHOICE if layout == chosen else describe(layout, Layout()),
+                    "measured_seconds": float(statistics.median(steps)),
+                    "probed_seconds": predict(workload, rates, layout).step_seconds,
+                    "predicted_seconds": p.step_seconds,
+                    "bound_seconds": p.bound_seconds,
+                    "binding": p.binding,
+                }
 
 
 def accuracy(rows: list[dict[str, Any]]) -> dict[str, float]:
@@ -165,28 +158,31 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens per sequence (1024)")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs (1)")
     parser.add_argument("--host-gib", type=float, help="host memory budget in GiB (what is free)")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file, after each workload")
+    parser.add_argument("--json", type=Path, help="also write the rows to this file, after each")
     asked = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for size in asked.sizes:
         for batch in asked.batch:
-            found = compare(
+            measured = compare(
                 qwen3(size),
                 batch,
                 length=asked.length,
                 ranks=asked.ranks,
                 host_memory_budget=asked.host_gib,
             )
-            rows += [{"model": f"Qwen3-{size}"} | row for row in found]
-            for row in found:
+            found = []
+            for row in measured:
+                found.append(row)
                 error = row["predicted_seconds"] / row["measured_seconds"] - 1
                 print(
                     f"Qwen3-{size} {asked.ranks} x {batch:<3} measured {row['measured_seconds']:7.3f} s "
-                    f"predicted {row['predicted_seconds']:7.3f} s {error:+6.1%}  {row['note']}"
+                    f"predicted {row['predicted_seconds']:7.3f} s {error:+6.1%}  {row['note']}",
+                    flush=True,
                 )
+                rows.append({"model": f"Qwen3-{size}"} | row)
+                if asked.json:
+                    asked.json.write_text(json.dumps(rows, indent=1))
             print({name: round(value, 4) for name, value in accuracy(found).items()}, flush=True)
-            if asked.json:
-                asked.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":
