@@ -51,8 +51,8 @@ class _Out:
 
 
 class _Part(NamedTuple):
-    """A rank's share of one chunk of a unit, in all the places that it has. Cut once: in a step, cutting
-    would take longer than enqueueing what is done with it."""
+    """A rank's share of one chunk of a unit, in all the places that it has. Cut once, not in every step: the
+    transfer thread shares its interpreter with compute."""
 
     unit: Unit
     start: int
