@@ -33,6 +33,7 @@ from slidedp.launching import (
     nothing_left_on_failure,
 )
 from slidedp.layout import Layout
+from slidedp.listener import Listener
 from slidedp.losses import LossWatch
 from slidedp.model.families import flops_per_token, skeleton
 from slidedp.model.load import check_pretrained
@@ -73,7 +74,8 @@ def launch(
     stopped, to the bit, at the same number of ranks.
 
     `on_step` is called with a plain dict after each step and each evaluation, in order, on a thread of
-    its own: `step` and the columns of `Run.metrics`, or `step`, `eval_loss` and `perplexity`.
+    its own: `step` and the columns of `Run.metrics`, or `step`, `eval_loss` and `perplexity`. It may save or
+    stop the run; one that is slow holds up nothing but the end of `wait()`.
 
     Everything that can be refused is refused before memory is allocated (ConfigError). Call it from the
     main thread: the processes end with the thread that started them.
@@ -156,7 +158,8 @@ class Run:
         self._losses = LossWatch(int(config.ranks or 1))
         self._diverged: str | None = None
         self._over = threading.Event()
-        self._on_step, self._rows = on_step, RowReader(int(config.ranks or 1), flops)
+        self._rows = RowReader(int(config.ranks or 1), flops)
+        self._listener: Listener | None = None
         description = self._description(flops, start.step)
         self._saving = Saving(
             folder / CHECKPOINTS, folder / ASSETS, {**description, "samples": samples.count}, start
@@ -203,6 +206,8 @@ class Run:
             raise
         self.tuner: Tuner | None = None
         """What chooses the layout, if the config says `tune`; its `policy` has the records so far."""
+        if on_step is not None:
+            self._listener = Listener(on_step)
         threading.Thread(target=self._watch, name="slidedp-watch", daemon=True).start()
 
     def _description(self, flops: float, first_step: int) -> dict[str, Any]:
@@ -230,12 +235,15 @@ class Run:
         finally:
             self._conclude()
             self._processes.release()
+            if self._listener is not None:
+                self._listener.finish()
             self._over.set()
 
     def _take(self, event: dict[str, Any]) -> None:
         self.log.add(event)
         for row in self._rows.add(event):
-            self._tell(row)
+            if self._listener is not None:
+                self._listener.tell(row)
         if event["kind"] == "step":
             found = self._losses.add(event)
             if found is not None:
@@ -265,15 +273,6 @@ class Run:
             )
             self.stopping = True
             self._command(Stop(save=False))
-
-    def _tell(self, row: dict[str, Any]) -> None:
-        if self._on_step is None:
-            return
-        try:
-            self._on_step(row)
-        except Exception:  # a logger's fault must not end the training
-            print(f"on_step failed and is not called again:\n{traceback.format_exc()}", file=sys.stderr)
-            self._on_step = None
 
     def _conclude(self) -> None:
         if self.failure is not None:
@@ -466,6 +465,8 @@ class Run:
     def close(self) -> None:
         """Ends what still runs, at once, and gives all memory back."""
         self._closing = True
+        if self._listener is not None:
+            self._listener.dismiss()
         self._processes.close()
         self._over.wait()
         self._release_state()

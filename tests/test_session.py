@@ -3,7 +3,9 @@
 import asyncio
 import json
 import subprocess
+import threading
 from dataclasses import replace
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
@@ -254,3 +256,38 @@ def test_an_interrupt_while_the_state_loads_leaves_nothing(tmp_path, monkeypatch
     monkeypatch.setattr("slidedp.session.fill_state", interrupted)
     with nothing_left(), pytest.raises(KeyboardInterrupt):
         launch(small_config(tmp_path))
+
+
+def test_what_processes_said_before_they_ended_is_heard_by_a_busy_launcher(folder, tmp_path):
+    rows = []
+    config = small_config(folder, steps=20, run_folder=str(tmp_path / "run"))
+    with nothing_left(), launch(config, on_step=lambda row: rows.append(row["step"])) as run:
+        add, ends = run.log.add, [process.sentinel for process in run._processes]
+
+        def late(event):
+            until(lambda: len(wait(ends, timeout=1)) == len(ends), "the end of all processes")
+            add(event)
+
+        run.log.add = late
+        run.wait(DEADLINE)
+        assert rows == run.metrics().index.tolist() == list(range(20))
+        assert run.save().name == "step-00000020"  # not the last step that was heard in time
+
+
+def test_a_listener_may_save_and_one_that_hangs_does_not_keep_a_run_from_closing(folder, tmp_path):
+    held, saved, hangs, released = [], [], threading.Event(), threading.Event()
+
+    def on_step(row):
+        until(lambda: held, "the run")
+        saved.append(held[0].save())
+        hangs.set()
+        released.wait(DEADLINE)
+
+    with nothing_left():
+        run = launch(small_config(folder, run_folder=str(tmp_path / "run")), on_step=on_step)
+        held.append(run)
+        assert hangs.wait(DEADLINE), run
+        assert (saved[0] / "index.json").exists() and run.running
+        run.close()
+        assert (run.status, run.failure) == ("stopped", None)
+    released.set()
