@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from slidedp.checkpoint.export import export_checkpoint
 from slidedp.checkpoint.folder import find
-from slidedp.config import DTYPES, Config
+from slidedp.config import DTYPES, Checkpoint, Config
 from slidedp.errors import ConfigError
 from slidedp.layout import Layout
 from slidedp.policy.explain import explain
@@ -33,7 +33,12 @@ REPORT_EVERY = 30.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code: 0, 1 (failed), 2 (refused), 130 or 143 (ended by Ctrl-C or
     SIGTERM)."""
-    options = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["bench"]:  # all that follows is its own, which a parser of ours would not leave alone
+        from slidedp.bench.__main__ import main as bench  # the peers' imports are not for every command
+
+        return bench(given[1:])
+    options = _parser().parse_args(given)
     try:
         return options.command(options)
     except ConfigError as error:
@@ -102,9 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("config", metavar="CONFIG.toml")
     tune.set_defaults(command=_tune)
 
-    bench = commands.add_parser("bench", help="measure SlideDP beside its peers", add_help=False)
-    bench.add_argument("arguments", nargs=argparse.REMAINDER)
-    bench.set_defaults(command=_bench)
+    commands.add_parser("bench", help="measure SlideDP beside its peers")
 
     notebook = commands.add_parser("notebook", help="execute a notebook and print its output")
     notebook.add_argument("path", type=Path, metavar="NOTEBOOK.ipynb")
@@ -127,27 +130,32 @@ def _probe(options: argparse.Namespace) -> int:
 
 def _tune(options: argparse.Namespace) -> int:
     config = Config.from_toml(options.config)
-    # As many steps as the trials take; nobody needs the weights.
-    config = dataclasses.replace(config, tune=True, random_weights=True, steps=1_000_000, run_folder=None)
+    # As many steps as the trials take; nobody needs the weights, and no run may resume from them.
+    config = dataclasses.replace(
+        config,
+        tune=True,
+        random_weights=True,
+        steps=1_000_000,
+        run_folder=None,
+        data=dataclasses.replace(config.data, eval_path=None, eval_fraction=0.0),
+        checkpoint=Checkpoint(on_stop=False),
+    )
     with launch(config) as run:
         print(f"run folder: {run.folder}", flush=True)
         assert run.tuner is not None
-        while run.running and not run.tuner.policy.done:
+        shown, done = 0, False
+        while not done:
             run.wait(0.2)
-        policy = run.tuner.policy
-        for record in policy.records:
-            print(f"{record}\n")
+            policy = run.tuner.policy
+            done = policy.done or not run.running
+            for record in policy.records[shown:]:
+                print(f"{record}\n", flush=True)
+                shown += 1
         print(explain(policy.workload, policy.rates, policy.layout))
         print(_toml(policy.layout))
         run.stop()
         run.wait()
     return 0
-
-
-def _bench(options: argparse.Namespace) -> int:
-    from slidedp.bench.__main__ import main as bench  # the peers' imports are not for every command
-
-    return bench(options.arguments)
 
 
 def _toml(layout: Layout) -> str:

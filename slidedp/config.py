@@ -43,9 +43,10 @@ class ParameterGroup:
     """Their decay, norms and biases included; None decays as `optimizer.weight_decay` says."""
 
     def __post_init__(self) -> None:
-        at_least("optimizer.groups.lr_factor", self.lr_factor, 0, (int, float))
+        check_types(self, "optimizer.groups.")
+        at_least("optimizer.groups.lr_factor", self.lr_factor, 0, float)
         if self.weight_decay is not None:
-            at_least("optimizer.groups.weight_decay", self.weight_decay, 0, (int, float))
+            at_least("optimizer.groups.weight_decay", self.weight_decay, 0, float)
 
 
 @with_field_docs
@@ -85,9 +86,13 @@ class Optimizer:
         choice("optimizer.lr_schedule", self.lr_schedule, LR_SCHEDULES)
         if self.decay_steps is not None:
             at_least("optimizer.decay_steps", self.decay_steps, 1)
-        for name in ("betas", "groups", "freeze"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+            if self.lr_schedule != "wsd":
+                raise ConfigError(
+                    f"optimizer.decay_steps={self.decay_steps} with lr_schedule={self.lr_schedule!r}, which "
+                    "decays over all steps or none: leave it out, or set lr_schedule='wsd'"
+                )
+        if not all(isinstance(pattern, str) for pattern in self.freeze):
+            raise ConfigError(f"optimizer.freeze={self.freeze!r}: expected patterns such as ('layers.0',)")
         numbers = all(isinstance(beta, int | float) for beta in self.betas)
         if len(self.betas) != 2 or not numbers or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optimizer.betas={self.betas!r}: expected two numbers in [0, 1)")
@@ -177,10 +182,11 @@ class Checkpoint:
     """Save when `stop()` or Ctrl-C ends the run before its last step."""
 
     def __post_init__(self) -> None:
+        check_types(self, "checkpoint.")
         if self.every_steps is not None:
             at_least("checkpoint.every_steps", self.every_steps, 1)
         if self.every_minutes is not None:
-            at_least("checkpoint.every_minutes", self.every_minutes, 0, (int, float))
+            at_least("checkpoint.every_minutes", self.every_minutes, 0, float)
         at_least("checkpoint.keep_last", self.keep_last, 1)
 
 

@@ -18,7 +18,7 @@ from slidedp.errors import ConfigError, reason
 from slidedp.host.state import HostState
 from slidedp.model.load import fill_random, load_pretrained
 from slidedp.preflight import Plan
-from slidedp.telemetry import RUN, RunLog
+from slidedp.telemetry import RUN, RunLog, goes_on
 
 
 def new_run_folder(config: Config, source: Path | None) -> Path:
@@ -29,6 +29,10 @@ def new_run_folder(config: Config, source: Path | None) -> Path:
         return folder
     if source is None or source.parent != folder / CHECKPOINTS:
         raise ConfigError(f"run_folder={config.run_folder!r}: holds a run already: give another folder")
+    if goes_on(folder):
+        raise ConfigError(
+            f"run_folder={config.run_folder!r}: a run writes there now: stop it first, or give another folder"
+        )
     ranks = RunLog.read(folder).description["ranks"]
     if ranks != config.ranks:
         raise ConfigError(

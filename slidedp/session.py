@@ -45,7 +45,7 @@ from slidedp.policy.tune import Tuner
 from slidedp.preflight import Plan, plan, under, with_layout
 from slidedp.processes import Processes
 from slidedp.tables import html_table
-from slidedp.telemetry import RUN, TRACES, RowReader, RunLog, describe
+from slidedp.telemetry import RUN, TRACES, RowReader, RunLog, describe, say
 
 SAMPLES = "samples"
 """Folder of the run folder that holds the samples made from text."""
@@ -126,6 +126,8 @@ def launch(
 class Run:
     """A fine-tuning run. Holds the training state until `close()` (or the end of a `with` block)."""
 
+    _state: HostState | None = None
+
     def __init__(
         self,
         preflight: Plan,
@@ -148,7 +150,7 @@ class Run:
         """What is wrong while the run goes on: a process that is stalled, and where; or too little memory."""
         model = skeleton(preflight.model)
         flops = flops_per_token(model, samples.attended_length())
-        self._state: HostState | None = None
+        self._device_limit = preflight.device_limit  # before the run took its own memory
         self._landings: list[Landing] = []
         self.stopping = False
         """Whether a stop has been asked for."""
@@ -195,6 +197,9 @@ class Run:
                 )
                 for event in starting.events("mark"):
                     self.log.add(event)
+                if goes_on:  # whatever layouts it had before
+                    self.log.add({"kind": "plan", "memory": preflight.memory()})
+                    self._recordings = len(self.log.events("trace")) // int(config.ranks or 1)
                 self._processes.begin()
             except BaseException:
                 self._processes.end()
@@ -229,7 +234,7 @@ class Run:
         """The watcher thread: follows the run to its end, and concludes it whatever happens."""
         try:
             self.failure = self._processes.follow(self._take) or self._diverged
-        except Exception:  # a full disk, for one
+        except Exception:
             self.failure = f"the launcher failed:\n{traceback.format_exc()}"
             self._processes.end()
         finally:
@@ -262,7 +267,7 @@ class Run:
                     self._landings.pop(0).close()
         elif event["kind"] in ("stall", "stall_over", "memory_low", "memory_enough"):
             self.trouble = event["text"] if event["kind"] in ("stall", "memory_low") else None
-            print(f"slidedp: {event['text']}", file=sys.stderr, flush=True)
+            say(event["text"])
         elif event["kind"] == "diverged":
             self._diverged = event["text"]
         elif event["kind"] == "loss_not_finite" and self.layout.schedule == "in_backward":
@@ -284,8 +289,7 @@ class Run:
             self.status = "stopped"
         else:
             self.status = "finished"
-        with contextlib.suppress(OSError):  # a full disk is the failure already
-            self.log.add({"kind": "end", "status": self.status, "failure": self.failure, "time": time.time()})
+        self.log.add({"kind": "end", "status": self.status, "failure": self.failure, "time": time.time()})
         self._release()
 
     def _release(self) -> None:
@@ -362,6 +366,7 @@ class Run:
             raise ConfigError(f"set_layout: the run is {self.status}; start another with this layout")
         candidate = with_layout(self.plan, layout)
         candidate.check_layout()
+        candidate.check_device(self._device_limit)
         landing = candidate.host.get("gradient landing", 0)
         # The system's free bytes do without what the run holds; a budget is for all of it.
         held = 0 if self.config.host_memory_budget is None else self.plan.host_bytes
@@ -475,6 +480,9 @@ class Run:
         if self._state is not None:
             self._state.close()
             self._state = None
+
+    def __del__(self) -> None:
+        self._release_state()  # the watcher thread holds a run that goes on
 
     def __enter__(self) -> "Run":
         return self

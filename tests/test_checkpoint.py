@@ -24,6 +24,7 @@ from slidedp.checkpoint.resume import check, check_samples, load, verify
 from slidedp.host.messages import Begin, Coefficients, SetLayout, Stop, Written
 from slidedp.host.state import HostState, state_bytes
 from slidedp.model.units import Parameter, Unit
+from slidedp.telemetry import StepReader
 from tests.host.test_worker import Bench, make_units
 from tests.killing import filled, save, save_and_die, saving
 from tests.launching import DEADLINE, nothing_left, small_config, until
@@ -435,6 +436,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path, capsys):
         run = launch(config)
         first = run.save()
         assert list(saved.iterdir()) == [first] and verify(first) is None
+        run.set_layout(Layout(window=1))
+        run.profile(steps=1)
+        until(lambda: len(run.log.events("trace")) == 2, "a recording")
         worker = list(run._processes)[-1].pid
         limits = resource.prlimit(worker, resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         with pytest.raises(CheckpointFailed, match="File too large"):
@@ -462,6 +466,13 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path, capsys):
     assert log.read_bytes() == events
     shard.write_bytes(whole_shard)
     with launch(config, resume="latest") as resumed, launch(alone) as whole:
+        # What the folder holds of before is not taken for what goes on now.
+        reader = StepReader(resumed.log)
+        reader.new_steps()
+        assert reader.memory == resumed.plan.memory()
+        resumed.profile(steps=1)
+        with pytest.raises(ConfigError, match="a recording is under way"):
+            resumed.profile(steps=1)
         resumed.wait(DEADLINE)
         whole.wait(DEADLINE)
         assert resumed.status == "finished" and resumed.log.steps_done == steps

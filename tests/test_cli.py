@@ -213,6 +213,17 @@ def test_a_notebook_prints_as_it_goes_and_fails_with_the_traceback(tmp_path, cap
     assert path.read_bytes() == before
 
 
+def test_bench_gets_all_that_follows_it(capsys):
+    for arguments, code, words in (
+        (["--help"], 0, "--preset"),
+        (["--preset", "none"], 2, "argument --preset: invalid choice"),
+    ):
+        with pytest.raises(SystemExit) as ending:
+            cli.main(["bench", *arguments])
+        printed = capsys.readouterr()
+        assert ending.value.code == code and words in printed.out + printed.err
+
+
 def test_a_missing_notebook_is_refused(tmp_path, capsys):
     assert cli.main(["notebook", str(tmp_path / "none.ipynb")]) == 2
     assert "no such file" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen3Config
 
-from slidedp.config import Config, Data, Optimizer
+from slidedp.config import Config, Data, Optimizer, ParameterGroup
 from slidedp.errors import ConfigError
 from slidedp.layout import ACTIVATIONS, LANDINGS, Layout
 
@@ -54,6 +54,19 @@ BAD = [
     ({"optimizer": {"clip_norm": "off"}}, "optimizer.clip_norm", "float"),
     ({"optimizer": {"lr_schedule": "step"}}, "optimizer.lr_schedule", "constant, linear, cosine"),
     ({"optimizer": {"momentum": 0.9}}, "optimizer.momentum", "betas"),
+    ({"optimizer": {"decay_steps": 5}}, "optimizer.decay_steps", "lr_schedule='wsd'"),
+    ({"optimizer": {"freeze": "embed"}}, "optimizer.freeze", "tuple"),
+    ({"optimizer": {"freeze": [0]}}, "optimizer.freeze", "patterns"),
+    ({"optimizer": {"groups": ["norm"]}}, "optimizer.groups[0]", "table"),
+    ({"optimizer": {"groups": [{"lr_factor": 2}]}}, "optimizer.groups[0].pattern", "missing"),
+    ({"optimizer": {"groups": [{"pattern": 5}]}}, "optimizer.groups.pattern", "str"),
+    ({"optimizer": {"groups": [{"pattern": "*", "lr_factor": "2"}]}}, "optimizer.groups.lr_factor", "float"),
+    ({"checkpoint": {"every_steps": "10"}}, "checkpoint.every_steps", "int"),
+    ({"checkpoint": {"every_steps": 2.5}}, "checkpoint.every_steps", "int"),
+    ({"checkpoint": {"every_minutes": "10"}}, "checkpoint.every_minutes", "float"),
+    ({"checkpoint": {"keep_last": 0}}, "checkpoint.keep_last", "at least 1"),
+    ({"checkpoint": {"on_stop": "no"}}, "checkpoint.on_stop", "bool"),
+    ({"layout": {"activations": []}}, "layout.activations", "at least one"),
     ({"sequence_length": 0}, "sequence_length", "at least 1"),
     ({"sequence_length": 1024.0}, "sequence_length", "int"),
     ({"batch_size": 0}, "batch_size", "at least 1"),
@@ -327,3 +340,9 @@ def test_rates_are_those_of_torch(schedule, warmup):
     rising = [0.5 * (i + 1) / warmup for i in range(warmup)]
     found = [settings.lr_at(step, steps) for step in range(steps)]
     assert found == pytest.approx(rising + rates, abs=1e-12)
+
+
+def test_groups_may_be_tables_or_objects_in_a_list_or_tuple():
+    group = ParameterGroup(pattern="*.norm.*", lr_factor=2.0)
+    for given_groups in ([group], (group,), [{"pattern": "*.norm.*", "lr_factor": 2}]):
+        assert Optimizer(groups=given_groups).groups == (group,)

@@ -21,6 +21,7 @@ import numba
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tqdm.auto import tqdm
 
 from slidedp.config import Config
 from slidedp.errors import ConfigError
@@ -92,14 +93,27 @@ def _measure(planned: Plan) -> Rates:
     try:
         with tempfile.TemporaryDirectory(prefix="slidedp-probe-") as folder:
             setup = Setup(planned, memory.handle, folder, barrier, sizes)
-            try:
-                mp.spawn(_enter, (setup,), nprocs=ranks + 1)
-            except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-                raise ConfigError(f"probe: a measuring process failed: {error}") from error
+            _run(setup, ranks + 1)
             found = [json.loads(Path(folder, str(i)).read_text()) for i in range(ranks + 1)]
     finally:
         memory.close()
     return _rates(planned, workload_of(planned), found[:-1], found[-1])
+
+
+def _run(setup: Setup, processes: int) -> None:
+    """Runs the measuring processes to their end; an interrupt ends them too."""
+    started = mp.start_processes(_enter, (setup,), nprocs=processes, join=False, start_method="spawn")
+    assert started is not None
+    try:
+        with tqdm(desc="measuring this machine", bar_format="{desc}: {elapsed}", leave=False) as clock:
+            while not started.join(timeout=1.0):
+                clock.refresh()
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        raise ConfigError(f"probe: a measuring process failed: {error}") from error
+    finally:
+        for process in started.processes:
+            process.kill()
+            process.join()
 
 
 def _rates(planned: Plan, w: Workload, ranks: list[dict[str, Any]], worker: dict[str, Any]) -> Rates:

@@ -10,6 +10,8 @@ from typing import Any
 SCHEMA = 1
 """Version of the JSON form. It rises when a field changes its meaning or goes away."""
 GIB = 2**30
+SHOWN = 16
+"""Candidates that a record's table has at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +83,16 @@ class Record:
         return cls(**values)
 
     def _rows(self) -> list[list[str]]:
+        """Of the choice and of the fastest others, by their index, which is what `override` takes."""
+        every = range(len(self.candidates))
+        first = sorted(every, key=lambda i: (i != self.chosen, self.candidates[i].seconds))
         rows = []
-        for i, c in enumerate(self.candidates):
+        for i in sorted(first[:SHOWN]):
+            c = self.candidates[i]
             measured = "" if c.measured_seconds is None else f"{c.measured_seconds:.3f}"
             rows.append(
                 [
-                    "→" if i == self.chosen else "",
+                    f"→ {i}" if i == self.chosen else f"  {i}",
                     c.note,
                     f"{c.predicted_seconds:.3f}",
                     measured,
@@ -107,8 +113,19 @@ class Record:
         ]
         by = " (overridden by the user)" if self.overridden else ""
         return "\n".join(
-            [f"{self.stage}: {self.question}{by}", *lines, f"why: {self.why}", f"flip: {self.flip}"]
+            [
+                f"{self.stage}: {self.question}{by}",
+                *lines,
+                *self._rest(),
+                f"why: {self.why}",
+                f"flip: {self.flip}",
+            ]
         )
+
+    def _rest(self) -> list[str]:
+        """How many candidates a table leaves out."""
+        rest = len(self.candidates) - SHOWN
+        return [f"and {rest} slower ones: `candidates` has them all"] if rest > 0 else []
 
     def _repr_html_(self) -> str:
         def row(cells: list[str], tag: str, bold: bool = False) -> str:
@@ -122,7 +139,8 @@ class Record:
         return (
             f"<b>{html.escape(self.stage)}</b>: {html.escape(self.question)}{by}"
             f"<table>{row(HEADINGS, 'th')}{''.join(rows)}</table>"
-            f"<p>Why: {html.escape(self.why)}<br>Flip: {html.escape(self.flip)}</p>"
+            f"<p>{''.join(f'{line}<br>' for line in self._rest())}"
+            f"Why: {html.escape(self.why)}<br>Flip: {html.escape(self.flip)}</p>"
         )
 
 

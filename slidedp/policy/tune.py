@@ -77,7 +77,11 @@ class Tuner:
         self._switch(layout)
         start = max(self._since + SETTLE, done)
         self._until(lambda: self._run.log.steps_done >= start + STEPS)
-        seconds = self._run.metrics()["step_seconds"].loc[start : start + STEPS - 1]
+        ranks = self._run.log.ranks()
+        steps = ranks[ranks["step"].between(start, start + STEPS - 1)].groupby("step")
+        # A step that follows an evaluation is not timed; where all do, their compute must serve.
+        timed = steps["step_seconds"].max().dropna()
+        seconds = timed if len(timed) else steps["compute_seconds"].max()
         return Trial(float(median(seconds)), start + STEPS - done, time.monotonic() - begun)
 
     def _switch(self, layout: Layout) -> None:
