@@ -79,6 +79,26 @@ def test_any_bits_come_back(tmp_path_factory, dtype, sizes, seed):
     shutil.rmtree(folder)
 
 
+def test_tensors_are_known_by_their_names(tmp_path):
+    """Another version of transformers may declare a layer's parameters in another order."""
+    two = [Parameter(f"{name}.weight", name, (600, 1), 0) for name in ("q", "o")]
+    orders = []
+    for names in (two, two[::-1]):
+        parameters = tuple(replace(p, offset=i * 640) for i, p in enumerate(names))
+        orders.append((Unit(0, "layers.0", parameters, 1280, 1280),))
+    first, second = filled(orders[0], 1), HostState(orders[1], torch.float32)
+    first.unit(orders[0][0]).master[:600] *= -1
+    assert save(first, 1, tmp_path)["error"] is None
+    check(tmp_path / "step-00000001", orders[1], CONFIG)
+    load(tmp_path / "step-00000001", second)
+    for (unit,), state in zip(orders, (first, second), strict=True):
+        for p in unit.parameters:
+            signs = {"q": -1, "o": 1}
+            assert np.sign(state.unit(unit).master[p.offset + 1]) == signs[p.local], p
+    first.close()
+    second.close()
+
+
 def test_a_killed_save_leaves_the_last_good_checkpoint(tmp_path):
     """Killed at every call by which it touches the disk."""
     units = make_units(SIZES)
