@@ -197,18 +197,20 @@ def _export(options: argparse.Namespace) -> int:
 
 def _show_progress(run: Run) -> None:
     """Until the run is over: a bar with loss, target tokens/s and ETA, or lines without a terminal."""
-    reader, reported = StepReader(run.log), time.monotonic()
-    with tqdm(total=run.config.steps, unit="step", disable=None) as bar:
+    reader, reported, first = StepReader(run.log), time.monotonic(), run.log.steps_done
+    with tqdm(total=run.config.steps, initial=first, unit="step", disable=None) as bar:
 
         def advance() -> None:
             nonlocal reported
             steps = reader.new_steps()
             if not steps:
                 return
-            if bar.n == 0:
+            if bar.n == first:
                 bar.unpause()  # the first step ends the start, which must not count in the ETA
             last = steps[-1]
             numbers = {"loss": f"{last.loss:.3f}", "tokens/s": f"{last.tokens_per_second:,.0f}"}
+            if reader.evaluations:
+                numbers["eval loss"] = f"{reader.evaluations[-1][1]:.3f}"
             bar.set_postfix(numbers, refresh=False)
             bar.update(last.step + 1 - bar.n)
             if bar.disable and time.monotonic() - reported > REPORT_EVERY:

@@ -496,6 +496,10 @@ class Run:
         if done:
             last = self.metrics().iloc[-1]
             text += f"\n  loss {last['loss']:.4f}, {last['tokens_per_second']:,.0f} target tokens/s"
+        for step, row in self.evaluations()[-1:].iterrows():
+            text += (
+                f"\n  held-out loss {row.eval_loss:.4f}, perplexity {row.perplexity:,.2f} after {step} steps"
+            )
         if self.trouble and self.running:
             text += f"\n  {self.trouble}"
         if self.failure:
@@ -509,6 +513,9 @@ class Run:
             last = self.metrics().iloc[-1]
             rows.append(("loss", f"{last['loss']:.4f} nats per target token"))
             rows.append(("speed", f"{last['tokens_per_second']:,.0f} target tokens/s"))
+        for step, row in self.evaluations()[-1:].iterrows():
+            text = f"{row.eval_loss:.4f} nats, perplexity {row.perplexity:,.2f} after {step} steps"
+            rows.append(("held-out loss", text))
         rows += [("layout", repr(self.layout)), ("folder", str(self.folder))]
         failure = f"<pre>{html.escape(self.failure)}</pre>" if self.failure else ""
         return html_table(f"Run, {self.status}", rows) + failure

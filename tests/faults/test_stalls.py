@@ -100,7 +100,9 @@ def test_a_long_evaluation_is_no_stall():
         for index in range(3):
             made.alive(index, {"compute": (4, f"layers.{second % 7}", "forward")}, 20.0 + second)
         assert made.check(20.0 + second) == []
-    events = asked(made, 30.0 + 10 * BEHIND + max(BEHIND, LONGEST), 20.0 + 10 * BEHIND)  # and now nothing does
+    events = asked(
+        made, 30.0 + 10 * BEHIND + max(BEHIND, LONGEST), 20.0 + 10 * BEHIND
+    )  # and now nothing does
     assert texts(events) == [("stall", "the run")]
 
 
