@@ -26,6 +26,27 @@ from slidedp.telemetry import StepReader
 
 INTERRUPTED, TERMINATED = 130, 143
 """What a shell expects of a command that Ctrl-C, or SIGTERM, has ended."""
+EXAMPLE = """\
+CONFIG.toml holds what slidedp.Config takes (python -c "import slidedp; help(slidedp.Config)"):
+
+  model = "folder or hub id"
+  sequence_length = 1024
+  batch_size = 32
+  steps = 1000
+  layout = "auto"            # or a table [layout], as `slidedp tune` prints it
+
+  [data]
+  path = "texts/"
+  eval_path = "held-out.jsonl"
+
+  [optimizer]
+  lr = 1e-5
+  warmup_steps = 50
+  lr_schedule = "cosine"
+
+  [checkpoint]
+  every_minutes = 30
+"""
 REPORT_EVERY = 30.0
 """Seconds between two progress lines where there is no terminal for a bar."""
 
@@ -80,7 +101,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slidedp", description="Full-parameter fine-tuning on one machine.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    train = commands.add_parser("train", help="fine-tune; Ctrl-C or SIGTERM stops after the step")
+    train = commands.add_parser(
+        "train",
+        help="fine-tune; Ctrl-C or SIGTERM stops after the step",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     train.add_argument("config", metavar="CONFIG.toml")
     train.add_argument(
         "--resume", metavar="CHECKPOINT", help="go on from a checkpoint, a run folder's last one, or 'latest'"

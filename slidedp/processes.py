@@ -8,6 +8,7 @@ import contextlib
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -34,10 +35,17 @@ from slidedp.stalls import StallWatch
 def _spawned(index: int, ranks: int, setup: Handle, ends: list[Any]) -> None:
     """Entry of every process."""
     rank_setup, worker_setup = pickle.loads(Segment.open(setup).array(np.uint8).tobytes())
-    if index < ranks:
-        rank_process.main(index, rank_setup, *ends[index])
-    else:
-        worker_process.main(*worker_setup, *ends[index])
+    code = 0
+    try:
+        if index < ranks:
+            rank_process.main(index, rank_setup, *ends[index])
+        else:
+            worker_process.main(*worker_setup, *ends[index])
+    except SystemExit:  # the launcher has been told why
+        code = 1
+    # Python would take the process apart first, which on busy cores takes seconds and looks like a stall.
+    sys.stdout.flush()
+    os._exit(code)
 
 
 class Processes:

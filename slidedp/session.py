@@ -53,6 +53,9 @@ HELD_OUT = "held-out"
 """The same of `data.eval_path`."""
 
 
+GONE = "and its state was given back (by close(), or as it failed): a checkpoint has it if one was saved"
+
+
 class RunFailed(RuntimeError):
     """A process of the run failed; the message holds its name and traceback."""
 
@@ -364,6 +367,8 @@ class Run:
         been so: every layout computes the same step."""
         if not self.running:
             raise ConfigError(f"set_layout: the run is {self.status}; start another with this layout")
+        if not isinstance(layout, Layout):
+            raise ConfigError(f"set_layout: {layout!r}: expected a slidedp.Layout")
         candidate = with_layout(self.plan, layout)
         candidate.check_layout()
         candidate.check_device(self._device_limit)
@@ -374,9 +379,9 @@ class Run:
             raise ConfigError(
                 f"set_layout: {landing / 2**30:.1f} GiB of gradient landing do not fit the host"
             )
+        self._landings.append(self._landing(layout))  # which may be refused: then all is as it was
         self.plan, self.layout = candidate, layout
         self.log.add({"kind": "plan", "memory": candidate.memory()})
-        self._landings.append(self._landing(layout))
         self._command(SetLayout(layout, self._landings[-1].handle))
 
     def tune(self, rates: Rates, planned: Plan | None = None, spent: float = 0.0) -> None:
@@ -435,7 +440,7 @@ class Run:
         if (event := self._saved(lambda e: number in e["requests"])) is not None:
             return _path_of(event)
         if self._state is None:
-            raise ConfigError(f"save: the run is {self.status} and its state is gone")
+            raise ConfigError(f"save: the run is {self.status}, {GONE}")
         here = str(self._saving.folder / folder_name(self._progress.step))
         if (event := self._saved(lambda e: e["path"] == here)) is not None:
             return _path_of(event)
@@ -464,7 +469,7 @@ class Run:
         if self.running:
             raise ConfigError("export: the run goes on; wait() for it or stop() it first")
         if self._state is None:
-            raise ConfigError(f"export: the run is {self.status} and its state is gone")
+            raise ConfigError(f"export: the run is {self.status}, {GONE}")
         return export(self._state, self.plan.model, Path(folder), dtype=dtype, tokenizer=self.tokenizer)
 
     def close(self) -> None:

@@ -169,9 +169,11 @@ class RunLog:
         return next((float(peak) for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
     def ranks(self) -> pd.DataFrame:
-        """One row per step and rank, in that order: loss (mean over the rank's targets), targets, seconds, the most GPU
-        memory and the allocator's retries so far (each stalls the GPU: the layout takes too much memory), and
-        the seconds its compute waited, by cause."""
+        """One row per step and rank, in that order.
+
+        loss: mean over the rank's targets; gpu_peak_gib, allocator_retries: the most and the number so far
+        (each retry stalls the GPU: the layout takes too much memory); wait_<cause>: seconds of its compute.
+        """
         rows = []
         for e in sorted(self.events("step"), key=lambda e: (e["step"], e["rank"])):
             waits = {f"wait_{cause.replace(' ', '_')}": s for cause, s in e["wait_seconds"].items()}

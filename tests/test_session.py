@@ -18,6 +18,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slidedp import ConfigError, Layout, RunFailed, launch, open_run
 from slidedp.host.memory import pss_bytes
+from slidedp.policy.machines import H200
+from slidedp.policy.tune import Tuner
+from slidedp.policy.workload import workload_of
 from slidedp.preflight import plan
 from slidedp.processes import Processes
 from slidedp.telemetry import RunLog
@@ -163,6 +166,12 @@ def test_a_run_folder_is_never_written_twice(finished):
     assert (finished.folder / "events.jsonl").read_bytes() == before
 
 
+def test_a_run_that_ends_while_it_is_tuned_is_no_error(finished):
+    tuner = Tuner(finished, finished.plan, H200.rates(workload_of(finished.plan)))
+    assert not tuner.tune().done
+    assert finished.layout == finished.config.layout
+
+
 def test_layouts_switch_live_and_the_losses_stay(folder, finished):
     layouts = [
         Layout(delivery="replicated", reduction="cpu", activations="keep", chunk_bytes=4096),
@@ -172,6 +181,14 @@ def test_layouts_switch_live_and_the_losses_stay(folder, finished):
         nothing_left(),
         launch(small_config(folder, steps=STEPS, run_folder=str(folder / "switched"))) as run,
     ):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+        try:
+            with pytest.raises(ConfigError, match="of shared memory for landing"):
+                run.set_layout(Layout(window=1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert run.layout == run.plan.config.layout == Layout()
         for i, layout in enumerate(layouts):
             run.set_layout(layout)
             until(lambda n=2 * (i + 1): len(run.log.events("layout")) == n or not run.running, "a switch")
@@ -198,6 +215,8 @@ def test_awaiting_a_run_keeps_the_loop_live_and_stop_ends_it_evenly(folder, tmp_
             run.set_layout(Layout(reduction="cpu"))
         with pytest.raises(ConfigError, match=r"gpu_memory_budget=.*layout\.window"):
             run.set_layout(Layout(activations="keep"))
+        with pytest.raises(ConfigError, match="'auto': expected a slidedp"):
+            run.set_layout("auto")
 
         async def stop_after_some_steps():
             while run.log.steps_done < 3 and run.running:

@@ -125,14 +125,17 @@ class Record:
     def _rest(self) -> list[str]:
         """How many candidates a table leaves out."""
         rest = len(self.candidates) - SHOWN
-        return [f"and {rest} slower ones: `candidates` has them all"] if rest > 0 else []
+        return [f"and {rest} slower ones, which are in record.candidates"] if rest > 0 else []
 
     def _repr_html_(self) -> str:
         def row(cells: list[str], tag: str, bold: bool = False) -> str:
-            style = " style='font-weight:bold'" if bold else ""
-            left = " style='text-align:left'"  # the candidate's name; figures stand right
-            columns = [f"<{tag}{left * (i == 1)}>{html.escape(cell)}</{tag}>" for i, cell in enumerate(cells)]
-            return f"<tr{style}>{''.join(columns)}</tr>"
+            weight = ";font-weight:bold" * bold  # in each cell: JupyterLab gives cells a weight of their own
+            sides = ["left" if i == 1 else "right" for i in range(len(cells))]  # names left, figures right
+            columns = [
+                f"<{tag} style='text-align:{side}{weight}'>{html.escape(cell)}</{tag}>"
+                for side, cell in zip(sides, cells, strict=True)
+            ]
+            return f"<tr>{''.join(columns)}</tr>"
 
         rows = [row(cells, "td", i == self.chosen) for i, cells in enumerate(self._rows())]
         by = " <i>(overridden by the user)</i>" if self.overridden else ""

@@ -11,6 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from slidedp.config import TIMELINE_EVERY
+from slidedp.errors import ConfigError
 from slidedp.layout import Layout
 from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.calibrate import calibrated
@@ -89,7 +90,12 @@ class Tuner:
         if layout == run.layout:
             return
         expected = len(run.log.events("layout")) + int(run.config.ranks or 1)
-        run.set_layout(layout)
+        try:
+            run.set_layout(layout)
+        except ConfigError:
+            if not run.running:  # it has just ended
+                raise RunOver from None
+            raise
         self._until(lambda: len(run.log.events("layout")) >= expected)
         self._since = run.log.events("layout")[-1]["step"]
 
