@@ -136,9 +136,10 @@ class RunLog:
             return self._events[index:]
 
     def _summary(self) -> list[tuple[str, str]]:
-        ends = self.events("end")
-        status = ends[-1]["status"] if ends else "running" if goes_on(self.folder) else "broken off"
-        rows = [("status", status), ("step", f"{self.steps_done} of {self.description['config']['steps']}")]
+        rows = [
+            ("status", self.status),
+            ("step", f"{self.steps_done} of {self.description['config']['steps']}"),
+        ]
         metrics = self.metrics()
         if len(metrics):
             rows.append(("loss", f"{metrics['loss'].iloc[-1]:.4f} nats per target token"))
@@ -153,6 +154,12 @@ class RunLog:
 
     def _repr_html_(self) -> str:
         return html_table("Run folder", self._summary())
+
+    @property
+    def status(self) -> str:
+        """`running`, `finished`, `stopped`, `failed`, or `broken off`: its launcher was killed."""
+        ends = self.events("end")
+        return ends[-1]["status"] if ends else "running" if goes_on(self.folder) else "broken off"
 
     @property
     def steps_done(self) -> int:
@@ -418,13 +425,13 @@ def _done(event: dict[str, Any]) -> int:
 
 def goes_on(folder: Path) -> bool:
     """Whether a process of this machine writes to the run folder; False where files cannot be locked."""
-    with open(folder / RUN, "rb") as file:
-        try:
+    try:
+        with open(folder / RUN, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
     return False
 
 
