@@ -137,7 +137,7 @@ class Record:
             ]
             return f"<tr>{''.join(columns)}</tr>"
 
-        rows = [row(cells, "td", i == self.chosen) for i, cells in enumerate(self._rows())]
+        rows = [row(cells, "td", bold="→" in cells[0]) for cells in self._rows()]
         by = " <i>(overridden by the user)</i>" if self.overridden else ""
         return (
             f"<b>{html.escape(self.stage)}</b>: {html.escape(self.question)}{by}"

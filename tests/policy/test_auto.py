@@ -141,6 +141,8 @@ def test_records_tell_why_and_survive_json(tmp_path):
     buffers = policy.records[2]
     rows = repr(buffers).splitlines()[2:-3]
     assert len(rows) == SHOWN and f"and {len(buffers.candidates) - SHOWN} slower" in repr(buffers)
+    bold = next(row for row in buffers._repr_html_().split("<tr>") if "bold" in row)
+    assert f">→ {buffers.chosen}<" in bold and buffers.choice.note in bold
     for row in rows:
         index = int(row.replace("→", " ").split()[0])
         assert buffers.candidates[index].note in row and ("→" in row) == (index == buffers.chosen)
