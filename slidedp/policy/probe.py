@@ -13,7 +13,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +45,29 @@ def probe(run: Plan | Config, *, fresh: bool = False) -> Rates:
     then read from the cache; `fresh` measures again. Call it while nothing else uses the machine."""
     planned = run if isinstance(run, Plan) else plan(run)
     file = cache_folder() / f"rates-{fingerprint(planned)}.json"
-    if not fresh and file.exists():
-        return Rates.from_dict(json.loads(file.read_text()))
+    kept = None if fresh else read_rates(file)
+    if kept is not None:
+        return kept
     rates = _measure(planned)
+    with suppress(OSError):  # a home that cannot be written, for one: the next run measures again
+        write_rates(rates, file)
+    return rates
+
+
+def read_rates(file: Path) -> Rates | None:
+    """What `write_rates` wrote; None where nothing is, or nothing whole."""
+    try:
+        return Rates.from_dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def write_rates(rates: Rates, file: Path) -> None:
+    """Keeps the rates for other runs."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(rates.to_dict(), indent=1))
     partial.replace(file)  # two runs that start together must not read half a file
-    return rates
 
 
 def cache_folder() -> Path:

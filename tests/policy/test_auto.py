@@ -19,7 +19,7 @@ from slidedp.policy.candidates import GPU_SHARE, Trial
 from slidedp.policy.demands import demands
 from slidedp.policy.flips import TIE
 from slidedp.policy.machines import H200, MACHINES
-from slidedp.policy.probe import cache_folder, probe
+from slidedp.policy.probe import cache_folder, probe, read_rates, write_rates
 from slidedp.policy.records import SHOWN, Record, load_records
 from slidedp.policy.step_time import predict
 from slidedp.policy.tune import POLICY
@@ -301,6 +301,15 @@ def _layout_of(log: RunLog, step: int) -> Layout:
     """The layout at the end of a tuned run."""
     assert step > max(event["step"] for event in log.events("layout"))
     return Layout(**load_records(log.folder / POLICY)[-1].choice.layout)
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"up": 1.0}'])
+def test_rates_that_are_not_whole_are_measured_again(tmp_path, content):
+    file, rates = tmp_path / "cache" / "rates.json", H200.rates(workload_of(WIDE))
+    write_rates(rates, file)
+    assert read_rates(file) == rates
+    file.unlink() if content is None else file.write_text(content)
+    assert read_rates(file) is None
 
 
 def test_an_interrupted_probe_leaves_no_process(tmp_path, monkeypatch):
