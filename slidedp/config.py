@@ -30,6 +30,23 @@ EXPERTS_EVERY = 100
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def _changed(settings: Any) -> dict[str, Any]:
+    """The settings that differ from their defaults."""
+    changed = {}
+    for setting in dataclasses.fields(settings):
+        value, factory = getattr(settings, setting.name), setting.default_factory
+        default = setting.default if factory is dataclasses.MISSING else factory()
+        if value != default:
+            changed[setting.name] = value
+    return changed
+
+
+def _short(settings: Any) -> str:
+    """What differs from the defaults, as Python."""
+    parts = ", ".join(f"{name}={value!r}" for name, value in _changed(settings).items())
+    return f"{type(settings).__name__}({parts})"
+
+
 @with_field_docs
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
@@ -41,6 +58,8 @@ class ParameterGroup:
     """Their learning rate is `optimizer.lr` times this."""
     weight_decay: float | None = None
     """Their decay, norms and biases included; None decays as `optimizer.weight_decay` says."""
+
+    __repr__ = _short
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer.groups.")
@@ -76,6 +95,8 @@ class Optimizer:
     until the last `decay_steps`, then linear decay to 0."""
     decay_steps: int | None = None
     """Steps of the decay of `wsd`; None takes a tenth of the run's steps."""
+
+    __repr__ = _short
 
     def __post_init__(self) -> None:
         check_types(self, "optimizer.")
@@ -152,6 +173,8 @@ class Data:
     eval_fraction: float = 0.0
     """Part of the sequences of `path` that is held out, drawn by the seed, if there is no `eval_path`."""
 
+    __repr__ = _short
+
     def __post_init__(self) -> None:
         check_types(self, "data.")
         if not self.path:
@@ -180,6 +203,8 @@ class Checkpoint:
     """Checkpoints that stay; older ones go when a new one is whole on disk."""
     on_stop: bool = True
     """Save when `stop()` or Ctrl-C ends the run before its last step."""
+
+    __repr__ = _short
 
     def __post_init__(self) -> None:
         check_types(self, "checkpoint.")
@@ -301,18 +326,19 @@ class Config:
                 "of one pass only: set tune=False and give a layout"
             )
 
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{name}={value}" for name, value in self._rows())
+        return f"Config({parts})"
+
     def _repr_html_(self) -> str:
+        return html_table("Config", self._rows())
+
+    def _rows(self) -> list[tuple[str, str]]:
         """What differs from the defaults."""
-        rows = []
-        for setting in dataclasses.fields(self):
-            value = getattr(self, setting.name)
-            if setting.name == "model" and not isinstance(value, str):
-                value = f"a new {value.model_type} with random weights"
-            factory = setting.default_factory
-            default = setting.default if factory is dataclasses.MISSING else factory()
-            if value != default:
-                rows.append((setting.name, str(value)))
-        return html_table("Config", rows)
+        rows = {name: repr(value) for name, value in _changed(self).items()}
+        if not isinstance(self.model, str):  # whose own representation is a page
+            rows["model"] = f"<a new {self.model.model_type}>"
+        return list(rows.items())
 
     @property
     def micro_batch_size(self) -> int:
