@@ -120,7 +120,9 @@ def _run(setup: Setup, processes: int) -> None:
     started = mp.start_processes(_enter, (setup,), nprocs=processes, join=False, start_method="spawn")
     assert started is not None
     try:
-        with tqdm(desc="measuring this machine", bar_format="{desc}: {elapsed}", leave=False) as clock:
+        # Only where somebody looks: None leaves it out of files.
+        what = {"desc": "measuring this machine", "bar_format": "{desc}: {elapsed}"}
+        with tqdm(**what, leave=False, disable=None) as clock:
             while not started.join(timeout=1.0):
                 clock.refresh()
     except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
