@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from slidedp.checkpoint.folder import CHECKPOINTS
+from slidedp.checkpoint.folder import CHECKPOINTS, checkpoints
 from slidedp.checkpoint.resume import load
 from slidedp.config import Config
 from slidedp.data.prepare import is_prepared, sources
@@ -28,7 +28,10 @@ def new_run_folder(config: Config, source: Path | None) -> Path:
     if not (folder / RUN).exists():
         return folder
     if source is None or source.parent != folder / CHECKPOINTS:
-        raise ConfigError(f"run_folder={config.run_folder!r}: holds a run already: give another folder")
+        remedy = "give another folder"
+        if source is None and checkpoints(folder / CHECKPOINTS):
+            remedy += ", or resume='latest' to go on with it"
+        raise ConfigError(f"run_folder={config.run_folder!r}: holds a run already: {remedy}")
     if goes_on(folder):
         raise ConfigError(
             f"run_folder={config.run_folder!r}: a run writes there now: stop it first, or give another folder"

@@ -473,6 +473,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path, capsys):
             run.wait(DEADLINE)
         run.close()
     assert [bool(e["error"]) for e in run.log.events("checkpoint")] == [False, True, False]
+    with pytest.raises(ConfigError, match="give another folder, or resume='latest' to go on with it"):
+        launch(config)
     steps = check_step(second) + 6
     config = replace(config, steps=steps)
     alone = replace(config, run_folder=str(tmp_path / "whole"))
