@@ -73,11 +73,14 @@ def check_types(settings: Any, where: str) -> None:
 def _coerce(hint: Any, value: Any, full: str) -> Any:
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     plain = tuple(typing.get_origin(kind) or kind for kind in kinds)
-    if tuple in plain and isinstance(value, list):
-        element = typing.get_args(kinds[plain.index(tuple)])[0]
-        if dataclasses.is_dataclass(element):
-            return tuple(from_dict(element, item, f"{full}[{i}]") for i, item in enumerate(value))
-        return tuple(value)
+    if tuple in plain and isinstance(value, list | tuple):
+        element: Any = typing.get_args(kinds[plain.index(tuple)])[0]
+        if not dataclasses.is_dataclass(element):
+            return value if isinstance(value, tuple) else tuple(value)
+        return tuple(
+            item if type(item) is element else from_dict(element, item, f"{full}[{i}]")
+            for i, item in enumerate(value)
+        )
     if str in plain and isinstance(value, os.PathLike):
         return os.fspath(value)
     if float in plain and isinstance(value, int) and not isinstance(value, bool):

@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from slidedp.checkpoint.export import export_checkpoint
 from slidedp.checkpoint.folder import find
-from slidedp.config import DTYPES, Config
+from slidedp.config import DTYPES, Checkpoint, Config
 from slidedp.errors import ConfigError
 from slidedp.layout import Layout
 from slidedp.policy.explain import explain
@@ -26,6 +26,27 @@ from slidedp.telemetry import StepReader
 
 INTERRUPTED, TERMINATED = 130, 143
 """What a shell expects of a command that Ctrl-C, or SIGTERM, has ended."""
+EXAMPLE = """\
+CONFIG.toml holds what slidedp.Config takes (python -c "import slidedp; help(slidedp.Config)"):
+
+  model = "folder or hub id"
+  sequence_length = 1024
+  batch_size = 32
+  steps = 1000
+  layout = "auto"            # or a table [layout], as `slidedp tune` prints it
+
+  [data]
+  path = "texts/"
+  eval_path = "held-out.jsonl"
+
+  [optimizer]
+  lr = 1e-5
+  warmup_steps = 50
+  lr_schedule = "cosine"
+
+  [checkpoint]
+  every_minutes = 30
+"""
 REPORT_EVERY = 30.0
 """Seconds between two progress lines where there is no terminal for a bar."""
 
@@ -33,7 +54,12 @@ REPORT_EVERY = 30.0
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code: 0, 1 (failed), 2 (refused), 130 or 143 (ended by Ctrl-C or
     SIGTERM)."""
-    options = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if given[:1] == ["bench"]:  # all that follows is its own, which a parser of ours would not leave alone
+        from slidedp.bench.__main__ import main as bench  # the peers' imports are not for every command
+
+        return bench(given[1:])
+    options = _parser().parse_args(given)
     try:
         return options.command(options)
     except ConfigError as error:
@@ -75,7 +101,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slidedp", description="Full-parameter fine-tuning on one machine.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    train = commands.add_parser("train", help="fine-tune; Ctrl-C or SIGTERM stops after the step")
+    train = commands.add_parser(
+        "train",
+        help="fine-tune; Ctrl-C or SIGTERM stops after the step",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     train.add_argument("config", metavar="CONFIG.toml")
     train.add_argument(
         "--resume", metavar="CHECKPOINT", help="go on from a checkpoint, a run folder's last one, or 'latest'"
@@ -102,9 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     tune.add_argument("config", metavar="CONFIG.toml")
     tune.set_defaults(command=_tune)
 
-    bench = commands.add_parser("bench", help="measure SlideDP beside its peers", add_help=False)
-    bench.add_argument("arguments", nargs=argparse.REMAINDER)
-    bench.set_defaults(command=_bench)
+    commands.add_parser("bench", help="measure SlideDP beside its peers")
 
     notebook = commands.add_parser("notebook", help="execute a notebook and print its output")
     notebook.add_argument("path", type=Path, metavar="NOTEBOOK.ipynb")
@@ -127,27 +156,32 @@ def _probe(options: argparse.Namespace) -> int:
 
 def _tune(options: argparse.Namespace) -> int:
     config = Config.from_toml(options.config)
-    # As many steps as the trials take; nobody needs the weights.
-    config = dataclasses.replace(config, tune=True, random_weights=True, steps=1_000_000, run_folder=None)
+    # As many steps as the trials take; nobody needs the weights, and no run may resume from them.
+    config = dataclasses.replace(
+        config,
+        tune=True,
+        random_weights=True,
+        steps=1_000_000,
+        run_folder=None,
+        data=dataclasses.replace(config.data, eval_path=None, eval_fraction=0.0),
+        checkpoint=Checkpoint(on_stop=False),
+    )
     with launch(config) as run:
         print(f"run folder: {run.folder}", flush=True)
         assert run.tuner is not None
-        while run.running and not run.tuner.policy.done:
+        shown, done = 0, False
+        while not done:
             run.wait(0.2)
-        policy = run.tuner.policy
-        for record in policy.records:
-            print(f"{record}\n")
+            policy = run.tuner.policy
+            done = policy.done or not run.running
+            for record in policy.records[shown:]:
+                print(f"{record}\n", flush=True)
+                shown += 1
         print(explain(policy.workload, policy.rates, policy.layout))
         print(_toml(policy.layout))
         run.stop()
         run.wait()
     return 0
-
-
-def _bench(options: argparse.Namespace) -> int:
-    from slidedp.bench.__main__ import main as bench  # the peers' imports are not for every command
-
-    return bench(options.arguments)
 
 
 def _toml(layout: Layout) -> str:
@@ -189,18 +223,20 @@ def _export(options: argparse.Namespace) -> int:
 
 def _show_progress(run: Run) -> None:
     """Until the run is over: a bar with loss, target tokens/s and ETA, or lines without a terminal."""
-    reader, reported = StepReader(run.log), time.monotonic()
-    with tqdm(total=run.config.steps, unit="step", disable=None) as bar:
+    reader, reported, first = StepReader(run.log), time.monotonic(), run.log.steps_done
+    with tqdm(total=run.config.steps, initial=first, unit="step", disable=None) as bar:
 
         def advance() -> None:
             nonlocal reported
             steps = reader.new_steps()
             if not steps:
                 return
-            if bar.n == 0:
+            if bar.n == first:
                 bar.unpause()  # the first step ends the start, which must not count in the ETA
             last = steps[-1]
             numbers = {"loss": f"{last.loss:.3f}", "tokens/s": f"{last.tokens_per_second:,.0f}"}
+            if reader.evaluations:
+                numbers["eval loss"] = f"{reader.evaluations[-1][1]:.3f}"
             bar.set_postfix(numbers, refresh=False)
             bar.update(last.step + 1 - bar.n)
             if bar.disable and time.monotonic() - reported > REPORT_EVERY:

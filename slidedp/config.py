@@ -30,6 +30,23 @@ EXPERTS_EVERY = 100
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+def _changed(settings: Any) -> dict[str, Any]:
+    """The settings that differ from their defaults."""
+    changed = {}
+    for setting in dataclasses.fields(settings):
+        value, factory = getattr(settings, setting.name), setting.default_factory
+        default = setting.default if factory is dataclasses.MISSING else factory()
+        if value != default:
+            changed[setting.name] = value
+    return changed
+
+
+def _short(settings: Any) -> str:
+    """What differs from the defaults, as Python."""
+    parts = ", ".join(f"{name}={value!r}" for name, value in _changed(settings).items())
+    return f"{type(settings).__name__}({parts})"
+
+
 @with_field_docs
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
@@ -42,10 +59,13 @@ class ParameterGroup:
     weight_decay: float | None = None
     """Their decay, norms and biases included; None decays as `optimizer.weight_decay` says."""
 
+    __repr__ = _short
+
     def __post_init__(self) -> None:
-        at_least("optimizer.groups.lr_factor", self.lr_factor, 0, (int, float))
+        check_types(self, "optimizer.groups.")
+        at_least("optimizer.groups.lr_factor", self.lr_factor, 0, float)
         if self.weight_decay is not None:
-            at_least("optimizer.groups.weight_decay", self.weight_decay, 0, (int, float))
+            at_least("optimizer.groups.weight_decay", self.weight_decay, 0, float)
 
 
 @with_field_docs
@@ -76,6 +96,8 @@ class Optimizer:
     decay_steps: int | None = None
     """Steps of the decay of `wsd`; None takes a tenth of the run's steps."""
 
+    __repr__ = _short
+
     def __post_init__(self) -> None:
         check_types(self, "optimizer.")
         at_least("optimizer.lr", self.lr, 0, float)
@@ -85,9 +107,13 @@ class Optimizer:
         choice("optimizer.lr_schedule", self.lr_schedule, LR_SCHEDULES)
         if self.decay_steps is not None:
             at_least("optimizer.decay_steps", self.decay_steps, 1)
-        for name in ("betas", "groups", "freeze"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+            if self.lr_schedule != "wsd":
+                raise ConfigError(
+                    f"optimizer.decay_steps={self.decay_steps} with lr_schedule={self.lr_schedule!r}, which "
+                    "decays over all steps or none: leave it out, or set lr_schedule='wsd'"
+                )
+        if not all(isinstance(pattern, str) for pattern in self.freeze):
+            raise ConfigError(f"optimizer.freeze={self.freeze!r}: expected patterns such as ('layers.0',)")
         numbers = all(isinstance(beta, int | float) for beta in self.betas)
         if len(self.betas) != 2 or not numbers or not all(0 <= beta < 1 for beta in self.betas):
             raise ConfigError(f"optimizer.betas={self.betas!r}: expected two numbers in [0, 1)")
@@ -147,6 +173,8 @@ class Data:
     eval_fraction: float = 0.0
     """Part of the sequences of `path` that is held out, drawn by the seed, if there is no `eval_path`."""
 
+    __repr__ = _short
+
     def __post_init__(self) -> None:
         check_types(self, "data.")
         if not self.path:
@@ -176,11 +204,14 @@ class Checkpoint:
     on_stop: bool = True
     """Save when `stop()` or Ctrl-C ends the run before its last step."""
 
+    __repr__ = _short
+
     def __post_init__(self) -> None:
+        check_types(self, "checkpoint.")
         if self.every_steps is not None:
             at_least("checkpoint.every_steps", self.every_steps, 1)
         if self.every_minutes is not None:
-            at_least("checkpoint.every_minutes", self.every_minutes, 0, (int, float))
+            at_least("checkpoint.every_minutes", self.every_minutes, 0, float)
         at_least("checkpoint.keep_last", self.keep_last, 1)
 
 
@@ -295,18 +326,19 @@ class Config:
                 "of one pass only: set tune=False and give a layout"
             )
 
+    def __repr__(self) -> str:
+        parts = ", ".join(f"{name}={value}" for name, value in self._rows())
+        return f"Config({parts})"
+
     def _repr_html_(self) -> str:
+        return html_table("Config", self._rows())
+
+    def _rows(self) -> list[tuple[str, str]]:
         """What differs from the defaults."""
-        rows = []
-        for setting in dataclasses.fields(self):
-            value = getattr(self, setting.name)
-            if setting.name == "model" and not isinstance(value, str):
-                value = f"a new {value.model_type} with random weights"
-            factory = setting.default_factory
-            default = setting.default if factory is dataclasses.MISSING else factory()
-            if value != default:
-                rows.append((setting.name, str(value)))
-        return html_table("Config", rows)
+        rows = {name: repr(value) for name, value in _changed(self).items()}
+        if not isinstance(self.model, str):  # whose own representation is a page
+            rows["model"] = f"<a new {self.model.model_type}>"
+        return list(rows.items())
 
     @property
     def micro_batch_size(self) -> int:

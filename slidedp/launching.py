@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from slidedp.checkpoint.folder import CHECKPOINTS
+from slidedp.checkpoint.folder import CHECKPOINTS, checkpoints
 from slidedp.checkpoint.resume import load
 from slidedp.config import Config
 from slidedp.data.prepare import is_prepared, sources
@@ -18,7 +18,7 @@ from slidedp.errors import ConfigError, reason
 from slidedp.host.state import HostState
 from slidedp.model.load import fill_random, load_pretrained
 from slidedp.preflight import Plan
-from slidedp.telemetry import RUN, RunLog
+from slidedp.telemetry import RUN, RunLog, goes_on
 
 
 def new_run_folder(config: Config, source: Path | None) -> Path:
@@ -28,7 +28,14 @@ def new_run_folder(config: Config, source: Path | None) -> Path:
     if not (folder / RUN).exists():
         return folder
     if source is None or source.parent != folder / CHECKPOINTS:
-        raise ConfigError(f"run_folder={config.run_folder!r}: holds a run already: give another folder")
+        remedy = "give another folder"
+        if source is None and checkpoints(folder / CHECKPOINTS):
+            remedy += ", or resume='latest' to go on with it"
+        raise ConfigError(f"run_folder={config.run_folder!r}: holds a run already: {remedy}")
+    if goes_on(folder):
+        raise ConfigError(
+            f"run_folder={config.run_folder!r}: a run writes there now: stop it first, or give another folder"
+        )
     ranks = RunLog.read(folder).description["ranks"]
     if ranks != config.ranks:
         raise ConfigError(

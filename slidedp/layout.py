@@ -100,6 +100,8 @@ class Layout:
         if not 0 < self.partial_budget <= 1:
             raise ConfigError(f"layout.partial_budget={self.partial_budget!r}: expected a number in (0, 1]")
         modes = (self.activations,) if isinstance(self.activations, str) else self.activations
+        if not modes:
+            raise ConfigError("layout.activations=(): expected one mode, or at least one in a tuple")
         for mode in modes:
             choice("layout.activations", mode, ACTIVATIONS)
 

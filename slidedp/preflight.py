@@ -90,9 +90,14 @@ class Plan:
             raise ConfigError(
                 f"not enough host memory: the run needs {_size(self.host_bytes)} and "
                 f"{_size(self.host_available)} are free within the limits of this process; use a "
-                "smaller model or batch, layout.activations='recompute', or fewer ranks"
+                "smaller model or batch, layout.activations='recompute', or fewer ranks; close() a run of "
+                "this kernel that is over, or end other programs"
             )
-        device, limit = sum(self.device.values()), self.device_limit
+        self.check_device(self.device_limit)
+
+    def check_device(self, limit: int | None) -> None:
+        """Refuses what takes more than `limit` bytes of a rank's device; None limits nothing."""
+        device = sum(self.device.values())
         if limit is not None and device > limit:
             there = frugal(self.model)
             least = sum(under(self, there).device.values())

@@ -8,6 +8,7 @@ import contextlib
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -34,10 +35,17 @@ from slidedp.stalls import StallWatch
 def _spawned(index: int, ranks: int, setup: Handle, ends: list[Any]) -> None:
     """Entry of every process."""
     rank_setup, worker_setup = pickle.loads(Segment.open(setup).array(np.uint8).tobytes())
-    if index < ranks:
-        rank_process.main(index, rank_setup, *ends[index])
-    else:
-        worker_process.main(*worker_setup, *ends[index])
+    code = 0
+    try:
+        if index < ranks:
+            rank_process.main(index, rank_setup, *ends[index])
+        else:
+            worker_process.main(*worker_setup, *ends[index])
+    except SystemExit:  # the launcher has been told why
+        code = 1
+    # Python would take the process apart first, which on busy cores takes seconds and looks like a stall.
+    sys.stdout.flush()
+    os._exit(code)
 
 
 class Processes:
@@ -142,6 +150,30 @@ class Processes:
         errors: list[dict[str, Any]] = []
         memory = MemoryWatch()
         failure, checked = None, time.monotonic()
+
+        def hear(pipe: Connection) -> None:
+            """Takes the next event of a process."""
+            try:
+                event = pipe.recv()
+            except (EOFError, OSError):
+                del pipes[pipe]
+                return
+            self._silent.discard(pipes[pipe])
+            if event["kind"] == "error":
+                errors.append(event)
+                return
+            if event["kind"] == "step":
+                stalls.stepped(time.monotonic())
+            elif event["kind"] == "layout":
+                stalls.restarted()
+            take(event)
+
+        def hear_out(patience: float) -> None:
+            """Takes all that is in the pipes: a process may have said much that nobody had time for."""
+            for pipe in [*pipes]:
+                while pipe in pipes and pipe.poll(patience):
+                    hear(pipe)
+
         while sentinels:
             for item in wait([*pipes, *signs, *sentinels], timeout=1.0):
                 if item in signs:
@@ -150,49 +182,26 @@ class Processes:
                     except (EOFError, OSError):
                         del signs[item]
                 elif isinstance(item, Connection):
-                    try:
-                        event = item.recv()
-                    except (EOFError, OSError):
-                        del pipes[item]
-                        continue
-                    self._silent.discard(pipes[item])
-                    if event["kind"] == "error":
-                        errors.append(event)
-                        continue
-                    if event["kind"] == "step":
-                        stalls.stepped(time.monotonic())
-                    elif event["kind"] == "layout":
-                        stalls.restarted()
-                    take(event)
+                    if item in pipes and item.poll():  # a failure just now may have left nothing
+                        hear(item)
                 else:
                     index = sentinels.pop(item)
                     stalls.ended(index)
                     process = self._running.pop(index)
                     process.join()  # the sentinel fires a moment before the exit code is there
                     if process.exitcode != 0 and failure is None and not self._closing:
-                        failure = self._failure(index, process.exitcode, errors, pipes)
+                        hear_out(0.2)  # what others say in the wake of it takes a moment
+                        failure = self._failure(index, process.exitcode, errors)
                         self.end()
             if time.monotonic() - checked > 1.0:
                 checked = time.monotonic()
                 for event in [*stalls.check(checked), *memory.check()]:
                     take(event | {"time": time.time()})
+        hear_out(0)
         return failure
 
-    def _failure(
-        self, index: int, code: int | None, errors: list[dict[str, Any]], pipes: dict[Connection, int]
-    ) -> str:
+    def _failure(self, index: int, code: int | None, errors: list[dict[str, Any]]) -> str:
         """Names the process that failed first. Others often fail in its wake, so theirs come last."""
-        for pipe in list(pipes):
-            while True:
-                try:
-                    if not pipe.poll(0.2):
-                        break
-                    event = pipe.recv()
-                except (EOFError, OSError):
-                    break
-                self._silent.discard(pipes[pipe])
-                if event["kind"] == "error":
-                    errors.append(event)
         killed = [
             (i, p.exitcode) for i, p in enumerate(self._all) if p.exitcode is not None and p.exitcode < 0
         ]

@@ -33,6 +33,7 @@ from slidedp.launching import (
     nothing_left_on_failure,
 )
 from slidedp.layout import Layout
+from slidedp.listener import Listener
 from slidedp.losses import LossWatch
 from slidedp.model.families import flops_per_token, skeleton
 from slidedp.model.load import check_pretrained
@@ -44,12 +45,15 @@ from slidedp.policy.tune import Tuner
 from slidedp.preflight import Plan, plan, under, with_layout
 from slidedp.processes import Processes
 from slidedp.tables import html_table
-from slidedp.telemetry import RUN, TRACES, RowReader, RunLog, describe
+from slidedp.telemetry import RUN, TRACES, RowReader, RunLog, describe, say
 
 SAMPLES = "samples"
 """Folder of the run folder that holds the samples made from text."""
 HELD_OUT = "held-out"
 """The same of `data.eval_path`."""
+
+
+GONE = "and its state was given back (by close(), or as it failed): a checkpoint has it if one was saved"
 
 
 class RunFailed(RuntimeError):
@@ -73,7 +77,8 @@ def launch(
     stopped, to the bit, at the same number of ranks.
 
     `on_step` is called with a plain dict after each step and each evaluation, in order, on a thread of
-    its own: `step` and the columns of `Run.metrics`, or `step`, `eval_loss` and `perplexity`.
+    its own: `step` and the columns of `Run.metrics`, or `step`, `eval_loss` and `perplexity`. It may save or
+    stop the run; one that is slow holds up nothing but the end of `wait()`.
 
     Everything that can be refused is refused before memory is allocated (ConfigError). Call it from the
     main thread: the processes end with the thread that started them.
@@ -124,6 +129,8 @@ def launch(
 class Run:
     """A fine-tuning run. Holds the training state until `close()` (or the end of a `with` block)."""
 
+    _state: HostState | None = None
+
     def __init__(
         self,
         preflight: Plan,
@@ -146,7 +153,7 @@ class Run:
         """What is wrong while the run goes on: a process that is stalled, and where; or too little memory."""
         model = skeleton(preflight.model)
         flops = flops_per_token(model, samples.attended_length())
-        self._state: HostState | None = None
+        self._device_limit = preflight.device_limit  # before the run took its own memory
         self._landings: list[Landing] = []
         self.stopping = False
         """Whether a stop has been asked for."""
@@ -156,7 +163,8 @@ class Run:
         self._losses = LossWatch(int(config.ranks or 1))
         self._diverged: str | None = None
         self._over = threading.Event()
-        self._on_step, self._rows = on_step, RowReader(int(config.ranks or 1), flops)
+        self._rows = RowReader(int(config.ranks or 1), flops)
+        self._listener: Listener | None = None
         description = self._description(flops, start.step)
         self._saving = Saving(
             folder / CHECKPOINTS, folder / ASSETS, {**description, "samples": samples.count}, start
@@ -192,6 +200,9 @@ class Run:
                 )
                 for event in starting.events("mark"):
                     self.log.add(event)
+                if goes_on:  # whatever layouts it had before
+                    self.log.add({"kind": "plan", "memory": preflight.memory()})
+                    self._recordings = len(self.log.events("trace")) // int(config.ranks or 1)
                 self._processes.begin()
             except BaseException:
                 self._processes.end()
@@ -203,6 +214,8 @@ class Run:
             raise
         self.tuner: Tuner | None = None
         """What chooses the layout, if the config says `tune`; its `policy` has the records so far."""
+        if on_step is not None:
+            self._listener = Listener(on_step)
         threading.Thread(target=self._watch, name="slidedp-watch", daemon=True).start()
 
     def _description(self, flops: float, first_step: int) -> dict[str, Any]:
@@ -224,18 +237,21 @@ class Run:
         """The watcher thread: follows the run to its end, and concludes it whatever happens."""
         try:
             self.failure = self._processes.follow(self._take) or self._diverged
-        except Exception:  # a full disk, for one
+        except Exception:
             self.failure = f"the launcher failed:\n{traceback.format_exc()}"
             self._processes.end()
         finally:
             self._conclude()
             self._processes.release()
+            if self._listener is not None:
+                self._listener.finish()
             self._over.set()
 
     def _take(self, event: dict[str, Any]) -> None:
         self.log.add(event)
         for row in self._rows.add(event):
-            self._tell(row)
+            if self._listener is not None:
+                self._listener.tell(row)
         if event["kind"] == "step":
             found = self._losses.add(event)
             if found is not None:
@@ -254,7 +270,7 @@ class Run:
                     self._landings.pop(0).close()
         elif event["kind"] in ("stall", "stall_over", "memory_low", "memory_enough"):
             self.trouble = event["text"] if event["kind"] in ("stall", "memory_low") else None
-            print(f"slidedp: {event['text']}", file=sys.stderr, flush=True)
+            say(event["text"])
         elif event["kind"] == "diverged":
             self._diverged = event["text"]
         elif event["kind"] == "loss_not_finite" and self.layout.schedule == "in_backward":
@@ -266,15 +282,6 @@ class Run:
             self.stopping = True
             self._command(Stop(save=False))
 
-    def _tell(self, row: dict[str, Any]) -> None:
-        if self._on_step is None:
-            return
-        try:
-            self._on_step(row)
-        except Exception:  # a logger's fault must not end the training
-            print(f"on_step failed and is not called again:\n{traceback.format_exc()}", file=sys.stderr)
-            self._on_step = None
-
     def _conclude(self) -> None:
         if self.failure is not None:
             self.status = "failed"
@@ -285,8 +292,7 @@ class Run:
             self.status = "stopped"
         else:
             self.status = "finished"
-        with contextlib.suppress(OSError):  # a full disk is the failure already
-            self.log.add({"kind": "end", "status": self.status, "failure": self.failure, "time": time.time()})
+        self.log.add({"kind": "end", "status": self.status, "failure": self.failure, "time": time.time()})
         self._release()
 
     def _release(self) -> None:
@@ -361,8 +367,11 @@ class Run:
         been so: every layout computes the same step."""
         if not self.running:
             raise ConfigError(f"set_layout: the run is {self.status}; start another with this layout")
+        if not isinstance(layout, Layout):
+            raise ConfigError(f"set_layout: {layout!r}: expected a slidedp.Layout")
         candidate = with_layout(self.plan, layout)
         candidate.check_layout()
+        candidate.check_device(self._device_limit)
         landing = candidate.host.get("gradient landing", 0)
         # The system's free bytes do without what the run holds; a budget is for all of it.
         held = 0 if self.config.host_memory_budget is None else self.plan.host_bytes
@@ -370,9 +379,9 @@ class Run:
             raise ConfigError(
                 f"set_layout: {landing / 2**30:.1f} GiB of gradient landing do not fit the host"
             )
+        self._landings.append(self._landing(layout))  # which may be refused: then all is as it was
         self.plan, self.layout = candidate, layout
         self.log.add({"kind": "plan", "memory": candidate.memory()})
-        self._landings.append(self._landing(layout))
         self._command(SetLayout(layout, self._landings[-1].handle))
 
     def tune(self, rates: Rates, planned: Plan | None = None, spent: float = 0.0) -> None:
@@ -431,7 +440,7 @@ class Run:
         if (event := self._saved(lambda e: number in e["requests"])) is not None:
             return _path_of(event)
         if self._state is None:
-            raise ConfigError(f"save: the run is {self.status} and its state is gone")
+            raise ConfigError(f"save: the run is {self.status}, {GONE}")
         here = str(self._saving.folder / folder_name(self._progress.step))
         if (event := self._saved(lambda e: e["path"] == here)) is not None:
             return _path_of(event)
@@ -460,12 +469,14 @@ class Run:
         if self.running:
             raise ConfigError("export: the run goes on; wait() for it or stop() it first")
         if self._state is None:
-            raise ConfigError(f"export: the run is {self.status} and its state is gone")
+            raise ConfigError(f"export: the run is {self.status}, {GONE}")
         return export(self._state, self.plan.model, Path(folder), dtype=dtype, tokenizer=self.tokenizer)
 
     def close(self) -> None:
         """Ends what still runs, at once, and gives all memory back."""
         self._closing = True
+        if self._listener is not None:
+            self._listener.dismiss()
         self._processes.close()
         self._over.wait()
         self._release_state()
@@ -474,6 +485,9 @@ class Run:
         if self._state is not None:
             self._state.close()
             self._state = None
+
+    def __del__(self) -> None:
+        self._release_state()  # the watcher thread holds a run that goes on
 
     def __enter__(self) -> "Run":
         return self
@@ -487,6 +501,10 @@ class Run:
         if done:
             last = self.metrics().iloc[-1]
             text += f"\n  loss {last['loss']:.4f}, {last['tokens_per_second']:,.0f} target tokens/s"
+        for step, row in self.evaluations()[-1:].iterrows():
+            text += (
+                f"\n  held-out loss {row.eval_loss:.4f}, perplexity {row.perplexity:,.2f} after {step} steps"
+            )
         if self.trouble and self.running:
             text += f"\n  {self.trouble}"
         if self.failure:
@@ -500,6 +518,9 @@ class Run:
             last = self.metrics().iloc[-1]
             rows.append(("loss", f"{last['loss']:.4f} nats per target token"))
             rows.append(("speed", f"{last['tokens_per_second']:,.0f} target tokens/s"))
+        for step, row in self.evaluations()[-1:].iterrows():
+            text = f"{row.eval_loss:.4f} nats, perplexity {row.perplexity:,.2f} after {step} steps"
+            rows.append(("held-out loss", text))
         rows += [("layout", repr(self.layout)), ("folder", str(self.folder))]
         failure = f"<pre>{html.escape(self.failure)}</pre>" if self.failure else ""
         return html_table(f"Run, {self.status}", rows) + failure

@@ -6,8 +6,8 @@ from typing import Any
 SILENT = 10.0
 """Seconds without a sign of life, of which there is one a second, after which a process is stalled."""
 BEHIND = 60.0
-"""Seconds without a finished step, at least and in multiples of the longest recent step (below), after
-which the run is stalled although every process lives."""
+"""Seconds in which no step ends and no process moves on, at least and in multiples of the longest recent
+step (below), after which the run is stalled although every process lives."""
 LONGEST = 10
 
 
@@ -25,11 +25,16 @@ class StallWatch:
         self._stalled: dict[int | None, float] = {}
         """When each process (None: the run as a whole) that counts as stalled was heard last."""
         self._stepped: list[float] = []
+        self._moved = 0.0
+        """When a process was last seen to be about something else than before: a step may be long, and an
+        evaluation ends none."""
         self._asked: float | None = None
 
     def alive(self, index: int, doing: dict[str, tuple], now: float) -> None:
         """A sign of life: thread -> (step, unit, what it does)."""
         self._heard[index] = now
+        if self._doing.get(index) != doing:
+            self._moved = now
         self._doing[index] = doing
 
     def ended(self, index: int) -> None:
@@ -72,7 +77,7 @@ class StallWatch:
         if len(self._stepped) < 3:
             return False
         longest = max(b - a for a, b in zip(self._stepped, self._stepped[1:], strict=False))
-        return now - self._stepped[-1] > max(BEHIND, LONGEST * longest)
+        return now - max(self._stepped[-1], self._moved) > max(BEHIND, LONGEST * longest)
 
     def _stall(self, index: int | None, seconds: float) -> dict[str, Any]:
         if index is None:

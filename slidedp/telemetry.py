@@ -3,9 +3,12 @@
 The same class reads a live run and a finished one (`open_run`).
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import math
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -30,6 +33,12 @@ TRACES = "traces"
 """Folder of the run folder that `Run.profile` writes to."""
 
 
+def say(text: str) -> None:
+    """A line on standard error; if that is a file on a full disk, the run goes on without it."""
+    with contextlib.suppress(OSError):
+        print(f"slidedp: {text}", file=sys.stderr, flush=True)
+
+
 class RunLog:
     """Events of one run. Appending is thread-safe; reading gives DataFrames of what is there."""
 
@@ -38,6 +47,12 @@ class RunLog:
         self._events = events
         self._lock = threading.Lock()
         self._file: Any = None
+        self._unwritten = bytearray()
+        """What the disk has not taken yet."""
+        self._held: Any = None
+        """The open file whose lock says that a run goes on."""
+        self.trouble: str | None = None
+        """Why events wait in memory."""
 
     @classmethod
     def create(cls, folder: Path, description: dict[str, Any]) -> "RunLog":
@@ -45,7 +60,7 @@ class RunLog:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RUN).write_text(json.dumps(description, indent=1))
         log = cls(folder, description, [])
-        log._file = open(folder / EVENTS, "a", buffering=1)  # noqa: SIM115 (open as long as the run)
+        log._open()
         return log
 
     @classmethod
@@ -58,7 +73,7 @@ class RunLog:
         partial = folder / f".{EVENTS}.partial"
         partial.write_text("".join(json.dumps(event) + "\n" for event in log._events))
         partial.replace(folder / EVENTS)
-        log._file = open(folder / EVENTS, "a", buffering=1)  # noqa: SIM115 (open as long as the run)
+        log._open()
         return log
 
     @classmethod
@@ -67,24 +82,47 @@ class RunLog:
         try:
             description = json.loads((folder / RUN).read_text())
             text = (folder / EVENTS).read_text()
+            # The last line of a run that goes on, or that was killed, may not be whole yet.
+            lines = text[: text.rfind("\n") + 1].splitlines()
+            return cls(folder, description, [json.loads(line) for line in lines])
         except OSError as error:
             raise ConfigError(f"{folder}: not a run folder ({error.strerror}: {error.filename})") from error
-        # The last line of a run that goes on, or that was killed, may not be whole yet.
-        lines = text[: text.rfind("\n") + 1].splitlines()
-        return cls(folder, description, [json.loads(line) for line in lines])
+        except ValueError as error:
+            raise ConfigError(f"{folder}: {RUN} or {EVENTS} is not as a run wrote it ({error})") from error
+
+    def _open(self) -> None:
+        """From here on, events go to the file, and the folder is this run's alone."""
+        self._file = open(self.folder / EVENTS, "ab", buffering=0)  # noqa: SIM115 (open as long as the run)
+        self._held = open(self.folder / RUN, "rb")  # noqa: SIM115
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def add(self, event: dict[str, Any]) -> None:
-        """Appends an event, to the file too while the run goes on."""
+        """Appends an event, to the file too while the run goes on. What a full disk does not take waits in
+        memory until it does."""
         with self._lock:
             self._events.append(event)
             if self._file is not None:
-                self._file.write(json.dumps(event) + "\n")
+                self._unwritten += (json.dumps(event) + "\n").encode()
+                self._write()
+
+    def _write(self) -> None:
+        before, self.trouble = self.trouble, None
+        try:
+            while self._unwritten:
+                del self._unwritten[: self._file.write(self._unwritten)]
+        except OSError as error:
+            self.trouble = f"{self.folder / EVENTS}: {error.strerror}: events wait in memory, make room"
+            if before is None:
+                say(self.trouble)
 
     def close(self) -> None:
         """Ends the writing."""
         with self._lock:
             if self._file is not None:
+                self._write()
                 self._file.close()
+                self._held.close()
                 self._file = None
 
     def events(self, kind: str) -> list[dict[str, Any]]:
@@ -98,9 +136,10 @@ class RunLog:
             return self._events[index:]
 
     def _summary(self) -> list[tuple[str, str]]:
-        ends = self.events("end")
-        status = ends[-1]["status"] if ends else "not ended"
-        rows = [("status", status), ("step", f"{self.steps_done} of {self.description['config']['steps']}")]
+        rows = [
+            ("status", self.status),
+            ("step", f"{self.steps_done} of {self.description['config']['steps']}"),
+        ]
         metrics = self.metrics()
         if len(metrics):
             rows.append(("loss", f"{metrics['loss'].iloc[-1]:.4f} nats per target token"))
@@ -117,6 +156,12 @@ class RunLog:
         return html_table("Run folder", self._summary())
 
     @property
+    def status(self) -> str:
+        """`running`, `finished`, `stopped`, `failed`, or `broken off`: its launcher was killed."""
+        ends = self.events("end")
+        return ends[-1]["status"] if ends else "running" if goes_on(self.folder) else "broken off"
+
+    @property
     def steps_done(self) -> int:
         """Steps whose compute has been reported by every rank, those before a resume included."""
         last = {event["rank"]: event["step"] for event in self.events("step")}
@@ -131,11 +176,13 @@ class RunLog:
         return next((float(peak) for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
     def ranks(self) -> pd.DataFrame:
-        """One row per step and rank: loss (mean over the rank's targets), targets, seconds, the most GPU
-        memory and the allocator's retries so far (each stalls the GPU: the layout takes too much memory), and
-        the seconds its compute waited, by cause."""
+        """One row per step and rank, in that order.
+
+        loss: mean over the rank's targets; gpu_peak_gib, allocator_retries: the most and the number so far
+        (each retry stalls the GPU: the layout takes too much memory); wait_<cause>: seconds of its compute.
+        """
         rows = []
-        for e in self.events("step"):
+        for e in sorted(self.events("step"), key=lambda e: (e["step"], e["rank"])):
             waits = {f"wait_{cause.replace(' ', '_')}": s for cause, s in e["wait_seconds"].items()}
             rows.append(
                 {
@@ -374,6 +421,18 @@ class RowReader:
 def _done(event: dict[str, Any]) -> int:
     """1 if the event's `step` counts the steps done, as a checkpoint's; 0 if it is the step's own number."""
     return int(event["kind"] == "checkpoint")
+
+
+def goes_on(folder: Path) -> bool:
+    """Whether a process of this machine writes to the run folder; False where files cannot be locked."""
+    try:
+        with open(folder / RUN, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def open_run(folder: str | Path) -> RunLog:

@@ -24,6 +24,7 @@ from slidedp.checkpoint.resume import check, check_samples, load, verify
 from slidedp.host.messages import Begin, Coefficients, SetLayout, Stop, Written
 from slidedp.host.state import HostState, state_bytes
 from slidedp.model.units import Parameter, Unit
+from slidedp.telemetry import StepReader
 from tests.host.test_worker import Bench, make_units
 from tests.killing import filled, save, save_and_die, saving
 from tests.launching import DEADLINE, nothing_left, small_config, until
@@ -76,6 +77,26 @@ def test_any_bits_come_back(tmp_path_factory, dtype, sizes, seed):
     verify(folder / "step-00000007")
     state.close()
     shutil.rmtree(folder)
+
+
+def test_tensors_are_known_by_their_names(tmp_path):
+    """Another version of transformers may declare a layer's parameters in another order."""
+    two = [Parameter(f"{name}.weight", name, (600, 1), 0) for name in ("q", "o")]
+    orders = []
+    for names in (two, two[::-1]):
+        parameters = tuple(replace(p, offset=i * 640) for i, p in enumerate(names))
+        orders.append((Unit(0, "layers.0", parameters, 1280, 1280),))
+    first, second = filled(orders[0], 1), HostState(orders[1], torch.float32)
+    first.unit(orders[0][0]).master[:600] *= -1
+    assert save(first, 1, tmp_path)["error"] is None
+    check(tmp_path / "step-00000001", orders[1], CONFIG)
+    load(tmp_path / "step-00000001", second)
+    for (unit,), state in zip(orders, (first, second), strict=True):
+        for p in unit.parameters:
+            signs = {"q": -1, "o": 1}
+            assert np.sign(state.unit(unit).master[p.offset + 1]) == signs[p.local], p
+    first.close()
+    second.close()
 
 
 def test_a_killed_save_leaves_the_last_good_checkpoint(tmp_path):
@@ -435,6 +456,9 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path, capsys):
         run = launch(config)
         first = run.save()
         assert list(saved.iterdir()) == [first] and verify(first) is None
+        run.set_layout(Layout(window=1))
+        run.profile(steps=1)
+        until(lambda: len(run.log.events("trace")) == 2, "a recording")
         worker = list(run._processes)[-1].pid
         limits = resource.prlimit(worker, resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         with pytest.raises(CheckpointFailed, match="File too large"):
@@ -449,6 +473,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path, capsys):
             run.wait(DEADLINE)
         run.close()
     assert [bool(e["error"]) for e in run.log.events("checkpoint")] == [False, True, False]
+    with pytest.raises(ConfigError, match="give another folder, or resume='latest' to go on with it"):
+        launch(config)
     steps = check_step(second) + 6
     config = replace(config, steps=steps)
     alone = replace(config, run_folder=str(tmp_path / "whole"))
@@ -462,6 +488,13 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path, capsys):
     assert log.read_bytes() == events
     shard.write_bytes(whole_shard)
     with launch(config, resume="latest") as resumed, launch(alone) as whole:
+        # What the folder holds of before is not taken for what goes on now.
+        reader = StepReader(resumed.log)
+        reader.new_steps()
+        assert reader.memory == resumed.plan.memory()
+        resumed.profile(steps=1)
+        with pytest.raises(ConfigError, match="a recording is under way"):
+            resumed.profile(steps=1)
         resumed.wait(DEADLINE)
         whole.wait(DEADLINE)
         assert resumed.status == "finished" and resumed.log.steps_done == steps

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from slidedp import RunFailed, cli
+from slidedp import Config, RunFailed, cli
 from slidedp.data.samples import write_samples
 
 SLIDEDP = (sys.executable, "-m", "slidedp")
@@ -211,6 +211,26 @@ def test_a_notebook_prints_as_it_goes_and_fails_with_the_traceback(tmp_path, cap
     assert "print('no')" not in out
     assert (tmp_path / "here").exists(), "runs in the notebook's folder"
     assert path.read_bytes() == before
+
+
+def test_the_example_of_the_help_is_a_config(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["train", "--help"])
+    lines = capsys.readouterr().out.split("CONFIG.toml holds")[1].splitlines()[1:]
+    (tmp_path / "config.toml").write_text("\n".join(lines))
+    config = Config.from_toml(tmp_path / "config.toml")
+    assert config.tune and config.optimizer.warmup_steps == 50 and config.data.path == "texts/"
+
+
+def test_bench_gets_all_that_follows_it(capsys):
+    for arguments, code, words in (
+        (["--help"], 0, "--preset"),
+        (["--preset", "none"], 2, "argument --preset: invalid choice"),
+    ):
+        with pytest.raises(SystemExit) as ending:
+            cli.main(["bench", *arguments])
+        printed = capsys.readouterr()
+        assert ending.value.code == code and words in printed.out + printed.err
 
 
 def test_a_missing_notebook_is_refused(tmp_path, capsys):

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config
 
-from slidedp.config import Config, Data, Optimizer
+from slidedp.config import Checkpoint, Config, Data, Optimizer, ParameterGroup
 from slidedp.errors import ConfigError
 from slidedp.layout import ACTIVATIONS, LANDINGS, Layout
 
@@ -54,6 +54,19 @@ BAD = [
     ({"optimizer": {"clip_norm": "off"}}, "optimizer.clip_norm", "float"),
     ({"optimizer": {"lr_schedule": "step"}}, "optimizer.lr_schedule", "constant, linear, cosine"),
     ({"optimizer": {"momentum": 0.9}}, "optimizer.momentum", "betas"),
+    ({"optimizer": {"decay_steps": 5}}, "optimizer.decay_steps", "lr_schedule='wsd'"),
+    ({"optimizer": {"freeze": "embed"}}, "optimizer.freeze", "tuple"),
+    ({"optimizer": {"freeze": [0]}}, "optimizer.freeze", "patterns"),
+    ({"optimizer": {"groups": ["norm"]}}, "optimizer.groups[0]", "table"),
+    ({"optimizer": {"groups": [{"lr_factor": 2}]}}, "optimizer.groups[0].pattern", "missing"),
+    ({"optimizer": {"groups": [{"pattern": 5}]}}, "optimizer.groups.pattern", "str"),
+    ({"optimizer": {"groups": [{"pattern": "*", "lr_factor": "2"}]}}, "optimizer.groups.lr_factor", "float"),
+    ({"checkpoint": {"every_steps": "10"}}, "checkpoint.every_steps", "int"),
+    ({"checkpoint": {"every_steps": 2.5}}, "checkpoint.every_steps", "int"),
+    ({"checkpoint": {"every_minutes": "10"}}, "checkpoint.every_minutes", "float"),
+    ({"checkpoint": {"keep_last": 0}}, "checkpoint.keep_last", "at least 1"),
+    ({"checkpoint": {"on_stop": "no"}}, "checkpoint.on_stop", "bool"),
+    ({"layout": {"activations": []}}, "layout.activations", "at least one"),
     ({"sequence_length": 0}, "sequence_length", "at least 1"),
     ({"sequence_length": 1024.0}, "sequence_length", "int"),
     ({"batch_size": 0}, "batch_size", "at least 1"),
@@ -137,15 +150,17 @@ VALUES = st.one_of(
 
 @st.composite
 def tables(draw):
-    """A good table in which some fields, of any of the four classes, hold anything at all."""
-    table = {"model": "folder", "data": {"path": "texts"}, "layout": {}, "optimizer": {}}
-    for cls, where in ((Layout, "layout"), (Optimizer, "optimizer"), (Data, "data"), (Config, None)):
-        names = [f.name for f in dataclasses.fields(cls) if where or f.name not in ("layout", "optimizer")]
+    """A good table in which some fields, of any of the five classes, hold anything at all."""
+    table = {"model": "folder", "data": {"path": "texts"}, "layout": {}, "optimizer": {}, "checkpoint": {}}
+    classes = {"layout": Layout, "optimizer": Optimizer, "checkpoint": Checkpoint, "data": Data, None: Config}
+    for where, cls in classes.items():
+        names = [f.name for f in dataclasses.fields(cls) if where or f.name not in table or f.name == "data"]
         chosen = draw(st.dictionaries(st.sampled_from(names), VALUES, max_size=2))
         (table[where] if where and isinstance(table[where], dict) else table).update(chosen)
     return table
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(tables())
 def test_any_table_is_a_config_or_is_refused_in_one_line(table):
     try:
@@ -327,3 +342,22 @@ def test_rates_are_those_of_torch(schedule, warmup):
     rising = [0.5 * (i + 1) / warmup for i in range(warmup)]
     found = [settings.lr_at(step, steps) for step in range(steps)]
     assert found == pytest.approx(rising + rates, abs=1e-12)
+
+
+def test_groups_may_be_tables_or_objects_in_a_list_or_tuple():
+    group = ParameterGroup(pattern="*.norm.*", lr_factor=2.0)
+    for given_groups in ([group], (group,), [{"pattern": "*.norm.*", "lr_factor": 2}]):
+        assert Optimizer(groups=given_groups).groups == (group,)
+
+
+def test_settings_show_what_was_set():
+    optimizer = Optimizer(lr=1e-4, groups=(ParameterGroup(pattern="*.norm.*", lr_factor=2.0),))
+    config = Config(model="folder", data=Data(path="texts"), steps=7, optimizer=optimizer)
+    assert repr(config) == (
+        "Config(model='folder', data=Data(path='texts'), steps=7, optimizer=Optimizer(lr=0.0001, "
+        "groups=(ParameterGroup(pattern='*.norm.*', lr_factor=2.0),)))"
+    )
+    names = {"Config": Config, "Data": Data, "Optimizer": Optimizer, "ParameterGroup": ParameterGroup}
+    assert eval(repr(config), names) == config
+    assert "weight_decay" not in config._repr_html_() and "lr_factor=2.0" in config._repr_html_()
+    assert "model=<a new qwen3>" in repr(dataclasses.replace(config, model=Qwen3Config()))

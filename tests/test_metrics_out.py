@@ -43,6 +43,8 @@ def test_rows_evaluations_and_event_files_tell_what_metrics_do(tmp_path, capfd):
         run.wait(DEADLINE)
         metrics, evaluations, experts = run.metrics(), run.evaluations(), run.experts()
     assert (run.status, len(metrics)) == ("finished", STEPS)
+    told = f"held-out loss {evaluations['eval_loss'].iloc[-1]:.4f}, perplexity"
+    assert told in repr(run) and f"after {STEPS} steps" in repr(run) and "held-out loss" in run._repr_html_()
     assert capfd.readouterr().err.count("ValueError: full") == 1
 
     # Evaluations: before the first step, between steps, after the last; and beside the steps' own losses.

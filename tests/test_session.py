@@ -1,9 +1,13 @@
 """Whole runs: real processes, real gloo, real shared memory."""
 
 import asyncio
+import gc
 import json
+import resource
 import subprocess
+import threading
 from dataclasses import replace
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +18,12 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slidedp import ConfigError, Layout, RunFailed, launch, open_run
 from slidedp.host.memory import pss_bytes
+from slidedp.policy.machines import H200
+from slidedp.policy.tune import Tuner
+from slidedp.policy.workload import workload_of
 from slidedp.preflight import plan
 from slidedp.processes import Processes
+from slidedp.telemetry import RunLog
 from tests.launching import DEADLINE, LENGTH, VOCABULARY, alive, nothing_left, script, small_config, until
 
 STEPS = 45
@@ -63,7 +71,7 @@ def test_a_run_learns_and_reports_every_step(finished):
     assert metrics.drop(columns=[*timed, "mfu"]).notna().all(axis=None)  # a CPU has no known peak
     assert metrics["busy"].between(0, 1).all()
     ranks = finished.log.ranks()
-    assert sorted(zip(ranks["step"], ranks["rank"], strict=True)) == [
+    assert list(zip(ranks["step"], ranks["rank"], strict=True)) == [
         (step, rank) for step in range(STEPS) for rank in (0, 1)
     ]
     assert str(STEPS) in repr(finished) and "finished" in repr(finished)
@@ -92,6 +100,30 @@ def test_the_run_folder_tells_the_same(finished, tmp_path):
     assert open_run(tmp_path).metrics()["tokens_per_second"].isna().all()
     with pytest.raises(ConfigError, match="not a run folder"):
         open_run(tmp_path / "nothing")
+    assert "status broken off" in repr(open_run(tmp_path))
+    for name in ("events.jsonl", "run.json"):
+        (tmp_path / name).write_text("{half\n")
+        with pytest.raises(ConfigError, match="is not as a run wrote it"):
+            open_run(tmp_path)
+
+
+def test_events_wait_for_a_disk_that_is_full(tmp_path, capsys):
+    log = RunLog.create(tmp_path, {})
+    events = [{"kind": "mark", "what": str(i)} for i in range(4)]
+    log.add(events[0])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "events.jsonl").stat().st_size + 9, hard))
+    try:
+        log.add(events[1])
+        log.add(events[2])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "File too large" in log.trouble and len(log.events("mark")) == 3
+    log.add(events[3])
+    assert log.trouble is None
+    log.close()
+    assert open_run(tmp_path).events("mark") == events
+    assert capsys.readouterr().err.count("events wait in memory") == 1
 
 
 def test_a_sampled_step_has_every_rank_and_track(finished):
@@ -134,6 +166,12 @@ def test_a_run_folder_is_never_written_twice(finished):
     assert (finished.folder / "events.jsonl").read_bytes() == before
 
 
+def test_a_run_that_ends_while_it_is_tuned_is_no_error(finished):
+    tuner = Tuner(finished, finished.plan, H200.rates(workload_of(finished.plan)))
+    assert not tuner.tune().done
+    assert finished.layout == finished.config.layout
+
+
 def test_layouts_switch_live_and_the_losses_stay(folder, finished):
     layouts = [
         Layout(delivery="replicated", reduction="cpu", activations="keep", chunk_bytes=4096),
@@ -143,6 +181,14 @@ def test_layouts_switch_live_and_the_losses_stay(folder, finished):
         nothing_left(),
         launch(small_config(folder, steps=STEPS, run_folder=str(folder / "switched"))) as run,
     ):
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
+        try:
+            with pytest.raises(ConfigError, match="of shared memory for landing"):
+                run.set_layout(Layout(window=1))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert run.layout == run.plan.config.layout == Layout()
         for i, layout in enumerate(layouts):
             run.set_layout(layout)
             until(lambda n=2 * (i + 1): len(run.log.events("layout")) == n or not run.running, "a switch")
@@ -161,11 +207,16 @@ def test_awaiting_a_run_keeps_the_loop_live_and_stop_ends_it_evenly(folder, tmp_
     async def work():
         config = small_config(folder, run_folder=str(tmp_path / "run"))
         budget = 1.01 * plan(config).host_bytes / 2**30
-        run = launch(replace(config, host_memory_budget=budget))
+        device = 1.01 * sum(plan(config).device.values()) / 2**30
+        run = launch(replace(config, host_memory_budget=budget, gpu_memory_budget=device))
         with pytest.raises(ConfigError, match="the run goes on"):
             run.export(tmp_path / "early")
         with pytest.raises(ConfigError, match="gradient landing do not fit the host"):
             run.set_layout(Layout(reduction="cpu"))
+        with pytest.raises(ConfigError, match=r"gpu_memory_budget=.*layout\.window"):
+            run.set_layout(Layout(activations="keep"))
+        with pytest.raises(ConfigError, match="'auto': expected a slidedp"):
+            run.set_layout("auto")
 
         async def stop_after_some_steps():
             while run.log.steps_done < 3 and run.running:
@@ -254,3 +305,46 @@ def test_an_interrupt_while_the_state_loads_leaves_nothing(tmp_path, monkeypatch
     monkeypatch.setattr("slidedp.session.fill_state", interrupted)
     with nothing_left(), pytest.raises(KeyboardInterrupt):
         launch(small_config(tmp_path))
+
+
+def test_what_processes_said_before_they_ended_is_heard_by_a_busy_launcher(folder, tmp_path):
+    rows = []
+    config = small_config(folder, steps=20, run_folder=str(tmp_path / "run"))
+    with nothing_left():
+        run = launch(config, on_step=lambda row: rows.append(row["step"]))
+        add, ends = run.log.add, [process.sentinel for process in run._processes]
+
+        def late(event):
+            until(lambda: len(wait(ends, timeout=1)) == len(ends), "the end of all processes")
+            add(event)
+
+        run.log.add = late
+        run.wait(DEADLINE)
+        assert rows == run.metrics().index.tolist() == list(range(20))
+        assert run.save().name == "step-00000020"  # not the last step that was heard in time
+        # A notebook's next launch may drop the run that is over, without close().
+        del run
+        gc.collect()
+
+
+def test_a_listener_may_save_and_one_that_hangs_does_not_keep_a_run_from_closing(folder, tmp_path):
+    held, saved, hangs, released = [], [], threading.Event(), threading.Event()
+
+    def on_step(row):
+        until(lambda: held, "the run")
+        saved.append(held[0].save())
+        hangs.set()
+        released.wait(DEADLINE)
+
+    with nothing_left():
+        run = launch(small_config(folder, run_folder=str(tmp_path / "run")), on_step=on_step)
+        held.append(run)
+        assert hangs.wait(DEADLINE), run
+        assert (saved[0] / "index.json").exists() and run.running
+        assert "status running" in repr(open_run(run.folder))
+        with pytest.raises(ConfigError, match="a run writes there now: stop it first"):
+            launch(replace(run.config, steps=100), resume=saved[0])
+        run.close()
+        assert (run.status, run.failure) == ("stopped", None)
+        assert "status stopped" in repr(open_run(run.folder))
+    released.set()

@@ -196,7 +196,7 @@ class Dashboard(ipywidgets.VBox):
         self._show_switches()
         self._show_checkpoint()
         ends = self._log.events("end") if over else []
-        self.status = ends[-1]["status"] if ends else "not ended" if self._run is None else self._run.status
+        self.status = ends[-1]["status"] if ends else (self._run or self._log).status
         self.failure = (ends[-1]["failure"] or "") if ends else ""
         self._stop.disabled = over or self._stop.disabled
         self._save.disabled = over
@@ -357,7 +357,14 @@ class Dashboard(ipywidgets.VBox):
 
 def _figure(ranks: int, cuda: bool, first_step: int) -> go.Figure:
     memory = "GPU memory, peak" if cuda else "memory of a rank alone"
-    titles = ("loss", "speed", "step time", memory, "compute waits, by cause", f"waits of {RECENT} steps")
+    titles = (
+        "loss",
+        "speed",
+        "step time",
+        memory,
+        "compute waits, by cause",
+        f"waits in the last {RECENT} steps",
+    )
     figure = make_subplots(2, 3, subplot_titles=titles, vertical_spacing=0.2, horizontal_spacing=0.08)
     for rank in range(ranks):
         line = {"color": COLORS[rank % len(COLORS)], "width": 1}

@@ -66,9 +66,9 @@ def read_shard(folder: Path, files: dict[str, Any], unit: Unit, state: HostState
         length = file.tell()
         file.seek(0)
         crc = zlib.crc32(file.read(length))
-        for name, kind, parameter in shard_tensors(unit):
-            if name not in shapes:
-                continue
+        tensors = {name: (kind, parameter) for name, kind, parameter in shard_tensors(unit)}
+        for name in shapes:  # in the order of the file, which need not be that of the model today
+            kind, parameter = tensors[name]
             for piece in _pieces(_values(state, unit, kind, parameter)):
                 if unit.frozen and kind != "master":
                     piece = memoryview(bytearray(len(piece)))

@@ -129,6 +129,7 @@ def _write_tokens(
                 if document.last:
                     ends.append(total)
             bar.update(share)
+        bar.update((source.total or bar.n) - bar.n)  # shares are rounded
     if repeated:
         warnings.warn(
             f"data.path={data.path!r}: the chat template writes an answer differently once others follow, so "

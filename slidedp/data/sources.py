@@ -79,7 +79,7 @@ def source_files(data: Data) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise ConfigError(f"data.path={data.path!r}: no such file or folder: give one that exists")
-    files = sorted(f for f in path.rglob("*") if f.name.endswith(data.suffixes) and f.is_file())
+    files = sorted(f for f in path.rglob("*") if _ends(f.name, data.suffixes) and f.is_file())
     if not files:
         raise ConfigError(
             f"data.path={data.path!r}: no file there ends in {', '.join(data.suffixes)}: give "
@@ -88,15 +88,20 @@ def source_files(data: Data) -> list[Path]:
     return files
 
 
+def _ends(name: str, suffixes: tuple[str, ...]) -> bool:
+    return name.endswith(suffixes) or name.lower().endswith(suffixes)
+
+
 # --- files ------------------------------------------------------------------------------------------
 
 
 def _file(file: Path, column: str | None) -> Iterator[tuple[Document, int]]:
     """The file's documents and how many of its bytes each takes, about."""
     try:
-        if file.suffix in (".jsonl", ".json"):
+        kind = file.suffix.lower()
+        if kind in (".jsonl", ".json"):
             yield from _json_lines(file, column)
-        elif file.suffix == ".parquet":
+        elif kind == ".parquet":
             yield from _parquet(file, column)
         else:
             yield from _text(file)
@@ -107,7 +112,7 @@ def _file(file: Path, column: str | None) -> Iterator[tuple[Document, int]]:
 def _text(file: Path) -> Iterator[tuple[Document, int]]:
     """Pieces of about PIECE characters; nothing if the file is empty."""
     try:
-        with file.open(encoding="utf-8") as text:
+        with file.open(encoding="utf-8-sig") as text:  # some editors begin a file with a byte order mark
             first, piece = True, text.read(PIECE) + text.readline()
             while piece:
                 following = text.read(PIECE) + text.readline()
@@ -125,13 +130,26 @@ def _json_lines(file: Path, column: str | None) -> Iterator[tuple[Document, int]
             where = f"{file}:{number}"
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ConfigError(
                     f"{where}: not JSON ({reason(error)}): write one object in each line, in UTF-8"
                 ) from error
             if not isinstance(row, dict):
                 raise ConfigError(f"{where}: a JSON {type(row).__name__}: write one object in each line")
+            if b"\\u" in line and not _is_text(row):
+                raise ConfigError(
+                    f"{where}: half of a surrogate pair, which is no text: take the row out, or mend it"
+                )
             yield from _row(row, _names(row, column, where), where, len(line))
+
+
+def _is_text(row: dict[str, Any]) -> bool:
+    """Whether all strings of a row can be written in UTF-8; JSON's escapes allow some that cannot."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _parquet(file: Path, column: str | None) -> Iterator[tuple[Document, int]]:

@@ -9,6 +9,7 @@ Nothing that exceeds a memory budget is ever chosen.
 """
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -348,10 +349,10 @@ class AutoPolicy:
                 saving, kind = start.seconds - chosen.seconds, "measured"
             why += f"; deciding cost {cost:.1f} s"
             if saving > 0:
-                why += (
-                    f", each step saves {saving:.3f} s ({kind}), break-even after {cost / saving:,.0f} steps"
-                )
-                turn = f"a run of fewer than {cost / saving:,.0f} steps does not earn the cost back"
+                even = math.ceil(cost / saving)
+                steps = f"{even:,} step{'s' * (even != 1)}"
+                why += f", each step saves {saving:.3f} s ({kind}), break-even after {steps}"
+                turn = f"a run of fewer than {steps} does not earn the cost back"
             else:
                 turn = "the config's layout is as fast"
         return Record(

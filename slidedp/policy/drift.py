@@ -1,7 +1,6 @@
 """Watches a run: when its steps no longer take what was expected, looks for a layout that is better now."""
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -12,7 +11,7 @@ from slidedp.layout import Layout
 from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.calibrate import calibrated
 from slidedp.policy.words import describe
-from slidedp.telemetry import RunLog, StepReader
+from slidedp.telemetry import RunLog, StepReader, say
 
 STEPS = 2 * TIMELINE_EVERY
 """Steps whose median is compared; some of them have a timeline."""
@@ -115,7 +114,7 @@ class DriftWatch:
         }
         self._log.add(event)
         if better:
-            print(f"slidedp: {text}", file=sys.stderr, flush=True)
+            say(text)
         return event
 
     def _take(self, layout: Layout) -> tuple[bool, str]:

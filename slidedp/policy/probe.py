@@ -13,7 +13,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numba
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from tqdm.auto import tqdm
 
 from slidedp.config import Config
 from slidedp.errors import ConfigError
@@ -44,14 +45,29 @@ def probe(run: Plan | Config, *, fresh: bool = False) -> Rates:
     then read from the cache; `fresh` measures again. Call it while nothing else uses the machine."""
     planned = run if isinstance(run, Plan) else plan(run)
     file = cache_folder() / f"rates-{fingerprint(planned)}.json"
-    if not fresh and file.exists():
-        return Rates.from_dict(json.loads(file.read_text()))
+    kept = None if fresh else read_rates(file)
+    if kept is not None:
+        return kept
     rates = _measure(planned)
+    with suppress(OSError):  # a home that cannot be written, for one: the next run measures again
+        write_rates(rates, file)
+    return rates
+
+
+def read_rates(file: Path) -> Rates | None:
+    """What `write_rates` wrote; None where nothing is, or nothing whole."""
+    try:
+        return Rates.from_dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def write_rates(rates: Rates, file: Path) -> None:
+    """Keeps the rates for other runs."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(rates.to_dict(), indent=1))
     partial.replace(file)  # two runs that start together must not read half a file
-    return rates
 
 
 def cache_folder() -> Path:
@@ -92,14 +108,29 @@ def _measure(planned: Plan) -> Rates:
     try:
         with tempfile.TemporaryDirectory(prefix="slidedp-probe-") as folder:
             setup = Setup(planned, memory.handle, folder, barrier, sizes)
-            try:
-                mp.spawn(_enter, (setup,), nprocs=ranks + 1)
-            except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
-                raise ConfigError(f"probe: a measuring process failed: {error}") from error
+            _run(setup, ranks + 1)
             found = [json.loads(Path(folder, str(i)).read_text()) for i in range(ranks + 1)]
     finally:
         memory.close()
     return _rates(planned, workload_of(planned), found[:-1], found[-1])
+
+
+def _run(setup: Setup, processes: int) -> None:
+    """Runs the measuring processes to their end; an interrupt ends them too."""
+    started = mp.start_processes(_enter, (setup,), nprocs=processes, join=False, start_method="spawn")
+    assert started is not None
+    try:
+        # Only where somebody looks: None leaves it out of files.
+        what = {"desc": "measuring this machine", "bar_format": "{desc}: {elapsed}"}
+        with tqdm(**what, leave=False, disable=None) as clock:
+            while not started.join(timeout=1.0):
+                clock.refresh()
+    except (mp.ProcessRaisedException, mp.ProcessExitedException) as error:
+        raise ConfigError(f"probe: a measuring process failed: {error}") from error
+    finally:
+        for process in started.processes:
+            process.kill()
+            process.join()
 
 
 def _rates(planned: Plan, w: Workload, ranks: list[dict[str, Any]], worker: dict[str, Any]) -> Rates:

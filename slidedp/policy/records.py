@@ -10,6 +10,8 @@ from typing import Any
 SCHEMA = 1
 """Version of the JSON form. It rises when a field changes its meaning or goes away."""
 GIB = 2**30
+SHOWN = 16
+"""Candidates that a record's table has at most."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,12 +83,16 @@ class Record:
         return cls(**values)
 
     def _rows(self) -> list[list[str]]:
+        """Of the choice and of the fastest others, by their index, which is what `override` takes."""
+        every = range(len(self.candidates))
+        first = sorted(every, key=lambda i: (i != self.chosen, self.candidates[i].seconds))
         rows = []
-        for i, c in enumerate(self.candidates):
+        for i in sorted(first[:SHOWN]):
+            c = self.candidates[i]
             measured = "" if c.measured_seconds is None else f"{c.measured_seconds:.3f}"
             rows.append(
                 [
-                    "→" if i == self.chosen else "",
+                    f"→ {i}" if i == self.chosen else f"  {i}",
                     c.note,
                     f"{c.predicted_seconds:.3f}",
                     measured,
@@ -107,22 +113,37 @@ class Record:
         ]
         by = " (overridden by the user)" if self.overridden else ""
         return "\n".join(
-            [f"{self.stage}: {self.question}{by}", *lines, f"why: {self.why}", f"flip: {self.flip}"]
+            [
+                f"{self.stage}: {self.question}{by}",
+                *lines,
+                *self._rest(),
+                f"why: {self.why}",
+                f"flip: {self.flip}",
+            ]
         )
+
+    def _rest(self) -> list[str]:
+        """How many candidates a table leaves out."""
+        rest = len(self.candidates) - SHOWN
+        return [f"and {rest} slower ones, which are in record.candidates"] if rest > 0 else []
 
     def _repr_html_(self) -> str:
         def row(cells: list[str], tag: str, bold: bool = False) -> str:
-            style = " style='font-weight:bold'" if bold else ""
-            left = " style='text-align:left'"  # the candidate's name; figures stand right
-            columns = [f"<{tag}{left * (i == 1)}>{html.escape(cell)}</{tag}>" for i, cell in enumerate(cells)]
-            return f"<tr{style}>{''.join(columns)}</tr>"
+            weight = ";font-weight:bold" * bold  # in each cell: JupyterLab gives cells a weight of their own
+            sides = ["left" if i == 1 else "right" for i in range(len(cells))]  # names left, figures right
+            columns = [
+                f"<{tag} style='text-align:{side}{weight}'>{html.escape(cell)}</{tag}>"
+                for side, cell in zip(sides, cells, strict=True)
+            ]
+            return f"<tr>{''.join(columns)}</tr>"
 
-        rows = [row(cells, "td", i == self.chosen) for i, cells in enumerate(self._rows())]
+        rows = [row(cells, "td", bold="→" in cells[0]) for cells in self._rows()]
         by = " <i>(overridden by the user)</i>" if self.overridden else ""
         return (
             f"<b>{html.escape(self.stage)}</b>: {html.escape(self.question)}{by}"
             f"<table>{row(HEADINGS, 'th')}{''.join(rows)}</table>"
-            f"<p>Why: {html.escape(self.why)}<br>Flip: {html.escape(self.flip)}</p>"
+            f"<p>{''.join(f'{line}<br>' for line in self._rest())}"
+            f"Why: {html.escape(self.why)}<br>Flip: {html.escape(self.flip)}</p>"
         )
 
 

@@ -11,6 +11,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from slidedp.config import TIMELINE_EVERY
+from slidedp.errors import ConfigError
 from slidedp.layout import Layout
 from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.calibrate import calibrated
@@ -77,7 +78,11 @@ class Tuner:
         self._switch(layout)
         start = max(self._since + SETTLE, done)
         self._until(lambda: self._run.log.steps_done >= start + STEPS)
-        seconds = self._run.metrics()["step_seconds"].loc[start : start + STEPS - 1]
+        ranks = self._run.log.ranks()
+        steps = ranks[ranks["step"].between(start, start + STEPS - 1)].groupby("step")
+        # A step that follows an evaluation is not timed; where all do, their compute must serve.
+        timed = steps["step_seconds"].max().dropna()
+        seconds = timed if len(timed) else steps["compute_seconds"].max()
         return Trial(float(median(seconds)), start + STEPS - done, time.monotonic() - begun)
 
     def _switch(self, layout: Layout) -> None:
@@ -85,7 +90,12 @@ class Tuner:
         if layout == run.layout:
             return
         expected = len(run.log.events("layout")) + int(run.config.ranks or 1)
-        run.set_layout(layout)
+        try:
+            run.set_layout(layout)
+        except ConfigError:
+            if not run.running:  # it has just ended
+                raise RunOver from None
+            raise
         self._until(lambda: len(run.log.events("layout")) >= expected)
         self._since = run.log.events("layout")[-1]["step"]
 

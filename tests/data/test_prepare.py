@@ -169,3 +169,18 @@ def test_every_standard_library_file_is_utf8():
     assert sum(f.stat().st_size for f in files) > 5e6
     for file in files:
         file.read_text(encoding="utf-8")
+
+
+def test_a_bar_ends_full(folder, tmp_path, tokenizer, monkeypatch):
+    """A notebook shows one that ends short of its total in red: as a failure."""
+    bars, progress = [], preparation.progress
+
+    def recorded(*arguments):
+        bars.append(progress(*arguments))
+        return bars[-1]
+
+    monkeypatch.setattr(preparation, "progress", recorded)
+    prepare(Data(path=folder), tokenizer, 5, tmp_path / "out")
+    assert [(bar.n, bar.total) for bar in bars] == [
+        (sum(f.stat().st_size for f in sources.source_files(Data(path=folder))),) * 2
+    ]

@@ -105,6 +105,15 @@ def test_a_folder_may_hold_all_kinds(tmp_path):
     assert found == ["one", ROWS["text"][1]["text"], ROWS["text"][2]["text"]]
 
 
+def test_what_windows_writes_is_read(tmp_path):
+    """Upper-case endings, byte order marks, CRLF; and a pair of surrogates is one character."""
+    mark = b"\xef\xbb\xbf"
+    (tmp_path / "A.JSONL").write_bytes(mark + b'{"text": "one \\ud83d\\ude00"}\r\n\r\n')
+    (tmp_path / "B.TXT").write_bytes(mark + b"two\r\nlines")
+    documents = [document for document, _ in open_source(Data(path=tmp_path)).documents]
+    assert [document.text for document in documents] == ["one \U0001f600", "two\nlines"]
+
+
 def test_progress_adds_up(tmp_path):
     for kind in ("jsonl", "saved"):
         source = open_source(Data(path=written(tmp_path / kind, kind, ROWS["text"][1:4])))
@@ -205,6 +214,17 @@ LONG = [{"prompt": "1", "completion": "and so on " * 50}]
 REFUSED = {
     # name: (rows or text of data.jsonl, settings, what the line must hold)
     "not JSON": ('{"text": "a"}\n{"text": \n', {}, ["data.jsonl:2: not JSON", "one object in each line"]),
+    "no text": (
+        '{"text": "a"}\n{"text": "\\ud83d alone"}\n',
+        {},
+        ["data.jsonl:2: half of a surrogate pair", "take the row out"],
+    ),
+    "half a message": (
+        '{"messages": [{"role": "user", "content": "\\uDE00"}, {"role": "assistant", "content": "b"}]}\n',
+        {},
+        ["data.jsonl:1: half of a surrogate pair"],
+    ),
+    "too deep": ("[" * 100_000 + "\n", {}, ["data.jsonl:1: not JSON", "recursion"]),
     "not UTF-8": (b'{"text": "na\xefve"}\n', {}, ["data.jsonl:1: not JSON"]),
     "not an object": ('{"text": "a"}\n\n[1]\n', {}, ["data.jsonl:3: a JSON list"]),
     "unknown column": ([{"body": "a", "id": 1}], {"column": "txt"}, ["no column 'txt', but body, id: set"]),

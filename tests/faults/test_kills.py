@@ -63,7 +63,7 @@ def test_a_killed_process_is_named_and_nothing_stays(folder, tmp_path, victim, s
         assert not any(map(alive, pids))
         assert run._state is None
     assert open_run(run.folder).events("end")[0]["failure"] == run.failure
-    with pytest.raises(ConfigError, match="its state is gone"):
+    with pytest.raises(ConfigError, match="its state was given back"):
         run.export(tmp_path / "out")
     run.close()
 

@@ -92,6 +92,20 @@ def test_slow_steps_are_no_stall():
     assert asked(made, 4 * BEHIND + (LONGEST - 1) * BEHIND, 4 * BEHIND) == []
 
 
+def test_a_long_evaluation_is_no_stall():
+    """No step ends meanwhile, and units pass by."""
+    made = watch()
+    assert asked(made, 20.0, stepping=True) == []
+    for second in range(10 * int(BEHIND)):
+        for index in range(3):
+            made.alive(index, {"compute": (4, f"layers.{second % 7}", "forward")}, 20.0 + second)
+        assert made.check(20.0 + second) == []
+    events = asked(
+        made, 30.0 + 10 * BEHIND + max(BEHIND, LONGEST), 20.0 + 10 * BEHIND
+    )  # and now nothing does
+    assert texts(events) == [("stall", "the run")]
+
+
 def test_first_steps_and_a_new_layout_may_take_their_time():
     made = watch()
     assert asked(made, 10 * BEHIND) == []

@@ -59,7 +59,7 @@ def test_step_time_model(capfd):
     run_notebook(path)
     out = capfd.readouterr().out
     assert "the optimizer worker decides it" in out
-    assert re.search(r"final: .*\n.*\n→  chosen", out)
+    assert re.search(r"final: .*\n.*\n→ 0  chosen", out)
     assert re.search(r"median_error\s+worst_error", out)
 
 

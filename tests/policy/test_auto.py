@@ -3,6 +3,9 @@
 import dataclasses
 import itertools
 import json
+import os
+import signal
+import threading
 
 import pytest
 from hypothesis import given, settings
@@ -16,14 +19,14 @@ from slidedp.policy.candidates import GPU_SHARE, Trial
 from slidedp.policy.demands import demands
 from slidedp.policy.flips import TIE
 from slidedp.policy.machines import H200, MACHINES
-from slidedp.policy.probe import cache_folder, probe
-from slidedp.policy.records import Record, load_records
+from slidedp.policy.probe import cache_folder, probe, read_rates, write_rates
+from slidedp.policy.records import SHOWN, Record, load_records
 from slidedp.policy.step_time import predict
 from slidedp.policy.tune import POLICY
 from slidedp.policy.workload import workload_of
 from slidedp.preflight import Plan, plan, under
 from slidedp.telemetry import RunLog
-from tests.launching import nothing_left, small_config, until
+from tests.launching import children, nothing_left, small_config, until
 
 LAYERS = 5
 GIB = 2**30
@@ -134,6 +137,15 @@ def test_records_tell_why_and_survive_json(tmp_path):
     for record in policy.records:
         assert record.choice.note in repr(record) and "<table>" in record._repr_html_()
         assert record.choice.fits and record.why and record.flip
+    # Long tables are cut, and every row names the index that `override` takes.
+    buffers = policy.records[2]
+    rows = repr(buffers).splitlines()[2:-3]
+    assert len(rows) == SHOWN and f"and {len(buffers.candidates) - SHOWN} slower" in repr(buffers)
+    bold = next(row for row in buffers._repr_html_().split("<tr>") if "bold" in row)
+    assert f">→ {buffers.chosen}<" in bold and buffers.choice.note in bold
+    for row in rows:
+        index = int(row.replace("→", " ").split()[0])
+        assert buffers.candidates[index].note in row and ("→" in row) == (index == buffers.chosen)
     stale = policy.records[0].to_dict() | {"schema": 0}
     with pytest.raises(ValueError, match="schema 0"):
         Record.from_dict(stale)
@@ -210,7 +222,10 @@ def tuned(tmp_path_factory) -> tuple[RunLog, list[Record]]:
     patch = pytest.MonkeyPatch()
     patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     optimizer = Optimizer(lr=1e-2, eps=1e-6, clip_norm=None)
-    config = small_config(folder, layout="auto", optimizer=optimizer, run_folder=str(folder / "run"))
+    data = Data(path=folder / "data", eval_fraction=0.1)
+    config = small_config(
+        folder, layout="auto", data=data, eval_every=5, optimizer=optimizer, run_folder=str(folder / "run")
+    )
     with nothing_left(), launch(config) as run:
         until(lambda: run.tuner.policy.done, "the policy has decided")
         until(lambda: run.layout == run.tuner.policy.layout, "the run has the chosen layout")
@@ -231,7 +246,8 @@ def test_a_run_tunes_itself_on_its_own_steps(tuned):
     assert [record.stage for record in records] == list(STAGES)
     assert load_records(log.folder / POLICY) == records
     measure, final = records[-2:]
-    assert all(candidate.measured_seconds is not None for candidate in measure.candidates)
+    # Steps that follow an evaluation, every fifth, are not timed.
+    assert all(c.measured_seconds is not None and c.measured_seconds > 0 for c in measure.candidates)
     assert measure.choice.seconds == min(c.seconds for c in measure.candidates)
     assert final.choice.layout == measure.choice.layout
     switches = {event["step"] for event in log.events("layout")}
@@ -287,6 +303,29 @@ def _layout_of(log: RunLog, step: int) -> Layout:
     return Layout(**load_records(log.folder / POLICY)[-1].choice.layout)
 
 
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"up": 1.0}'])
+def test_rates_that_are_not_whole_are_measured_again(tmp_path, content):
+    file, rates = tmp_path / "cache" / "rates.json", H200.rates(workload_of(WIDE))
+    write_rates(rates, file)
+    assert read_rates(file) == rates
+    file.unlink() if content is None else file.write_text(content)
+    assert read_rates(file) is None
+
+
+def test_an_interrupted_probe_leaves_no_process(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config, before = small_config(tmp_path), children()
+
+    def interrupt() -> None:
+        until(lambda: len(children() - before) == 3, "the measuring processes")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with nothing_left(), pytest.raises(KeyboardInterrupt):
+        threading.Thread(target=interrupt).start()
+        probe(config)
+    assert not (tmp_path / "cache").exists()
+
+
 @pytest.mark.slow
 def test_command_line_probes_and_tunes(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -300,5 +339,7 @@ def test_command_line_probes_and_tunes(tmp_path, monkeypatch, capsys):
     assert cli.main(["probe", str(file)]) == 0
     assert json.loads(capsys.readouterr().out)["synchronous"] is True
     assert cli.main(["tune", str(file)]) == 0
+    # Its weights are random: no run may resume from them.
+    assert [*tmp_path.glob("runs/*/events.jsonl")] and not [*tmp_path.glob("runs/*/checkpoints/*")]
     out = capsys.readouterr().out
     assert "measure: Which of the best predictions" in out and "[layout]\ndelivery = " in out
