@@ -128,7 +128,8 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
 
     def evaluate(step: int) -> None:
         """Reports the held-out loss with the weights that `step` starts from."""
-        begun, loss, targets = time.time(), torch.zeros((), device=device.torch), 0
+        begun, targets = time.time(), 0
+        loss = torch.zeros((), dtype=torch.float64, device=device.torch)
         for start in range(rank * per_rank, rank * per_rank + len(held_out), config.micro_batch_size):
             rows = held_out[start : start + per_rank]
             batch = on_device(evaluated, rows, per_rank, functions, device)

@@ -34,7 +34,8 @@ def describe(measured: dict[str, Any]) -> str:
     """How the step was carried out, in a few words."""
     layout = measured.get("layout")
     if layout is None:
-        return str(measured["activations"])
+        kept = measured.get("activations")
+        return {None: "", "none": "all kept", "full": "inputs kept"}.get(kept, f"{kept} of activations kept")
     modes = layout["activations"]
     if not isinstance(modes, str):
         modes = "+".join(f"{list(modes).count(m)} {m}" for m in dict.fromkeys(modes))

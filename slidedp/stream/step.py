@@ -95,6 +95,10 @@ class Engine:
         """Waits until every transfer has landed, then frees the buffers."""
         self.transfers.close()
 
+    def run_step(self, step: Step) -> int:
+        """The step of the run that a pass belongs to."""
+        return step.number // self.config.gradient_accumulation
+
     # --- compute --------------------------------------------------------------------------------
 
     def step(self, number: int, batch: Batch, detailed: bool, profiled: bool) -> Passed:
@@ -335,10 +339,10 @@ class _Visit:
         resident = max(0, engine.visits.layers - engine.layout.window)  # layers above this stay
         stayed = self._visit > engine.visits.head and self._unit.index > resident
         if not stayed:
-            doing["compute"] = (step.number, self._unit.name, "wait delivery")
+            doing["compute"] = (engine.run_step(step), self._unit.name, "wait delivery")
             with step.timeline.span("compute", self._unit.name, "wait delivery"):
                 step.signal("delivered", self._visit).wait(engine.device.compute)
-        doing["compute"] = (step.number, self._unit.name, self._phase)
+        doing["compute"] = (engine.run_step(step), self._unit.name, self._phase)
         self._span = step.timeline.span("compute", self._unit.name, self._phase)
         self._span.__enter__()
 

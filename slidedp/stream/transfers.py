@@ -63,7 +63,7 @@ class Transfers:
         abort: Abort,
     ) -> None:
         self._layout, self._device, self._rank = layout, device, rank
-        self._ranks = int(config.ranks or 1)
+        self._ranks, self._passes = int(config.ranks or 1), config.gradient_accumulation
         self._state, self._landing, self._gates, self._abort = state, landing, gates, abort
         self.buffers, self.vocabulary, self._routed = buffers, vocabulary, routed
         self._units, self._tied = state.units, is_tied(state.units)
@@ -154,7 +154,7 @@ class Transfers:
                     self._updates.begin(step.timeline)
                     continue
                 unit = self._units[transfer.unit]
-                doing["transfer"] = (step.number, unit.name, type(transfer).__name__.lower())
+                doing["transfer"] = (step.number // self._passes, unit.name, type(transfer).__name__.lower())
                 if isinstance(transfer, Deliver):
                     self._deliver(step, unit, transfer, delivery)
                 elif isinstance(transfer, Reduce):
