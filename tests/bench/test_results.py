@@ -34,8 +34,10 @@ def test_every_measurement_is_a_row(tmp_path):
     assert list(table) == COLUMNS and len(table) == 3
     assert set(table["model"]) == {"Qwen3-8B"} and set(table["ranks"]) == {2}
     assert list(table["how"]) == [
-        "sharded+gpu in_backward 2 keep+1 partial 0.5, 6 on GPU, 2 resident", "all kept", "0.5 of activations kept",
-    ]  # fmt: skip
+        "sharded+gpu in_backward 2 keep+1 partial 0.5, 6 on GPU, 2 resident",
+        "all kept",
+        "0.5 of activations kept",
+    ]
     assert table["tokens_per_second"].to_list()[:2] == [24576.0, 20480.0]
     assert table["error"].to_list()[2] == "out of memory" and table["error"].isna().sum() == 2
 
