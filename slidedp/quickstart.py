@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 
 from slidedp.config import Config, Data, Optimizer
 from slidedp.data.stdlib import train_tokenizer, write_corpus
+from slidedp.layout import Layout
 
 
 def prepare(folder: str | Path) -> tuple[Path, Path]:
@@ -67,7 +68,9 @@ def fine_tuning(
 ) -> Config:
     """A short fine-tuning of `model` (folder or hub id) on some of the text, a tenth of it held out.
 
-    None stands for a tiny Hugging Face folder of random weights, which is made in `folder`.
+    None stands for a tiny Hugging Face folder of random weights, which is made in `folder`. The layout suits
+    a CPU where there is no GPU: sending bytes between ranks takes cores that should compute, so each rank
+    reads all parameters from the shared state, and nothing is computed twice.
     """
     corpus, tokenizer = prepare(folder)
     base = config(corpus / "json", tokenizer, model or _untrained(Path(folder), tokenizer), steps)
@@ -76,6 +79,7 @@ def fine_tuning(
         base,
         sequence_length=512 if gpus else 64,
         batch_size=4 * gpus or 4,
+        layout=Layout() if gpus else Layout(delivery="replicated", reduction="cpu", activations="keep"),
         data=dataclasses.replace(base.data, eval_fraction=0.1),
         eval_every=steps // 2,
         optimizer=base.optimizer if model else dataclasses.replace(base.optimizer, lr=5e-3),
