@@ -72,8 +72,11 @@ def fine_tuning(
     a CPU where there is no GPU: sending bytes between ranks takes cores that should compute, so each rank
     reads all parameters from the shared state, and nothing is computed twice.
     """
-    corpus, tokenizer = prepare(folder)
-    base = config(corpus / "json", tokenizer, model or _untrained(Path(folder), tokenizer), steps)
+    if model is None:
+        corpus, tokenizer = prepare(folder)
+        base = config(corpus / "json", tokenizer, _untrained(Path(folder), tokenizer), steps)
+    else:  # which has a tokenizer of its own
+        base = config(write_corpus(Path(folder) / "text") / "json", model, model, steps)
     gpus = torch.cuda.device_count()
     return dataclasses.replace(
         base,
@@ -99,7 +102,9 @@ def sample(
         if isinstance(source, PretrainedConfig):
             network = AutoModelForCausalLM.from_config(source)  # random, as the run's own start is
         else:
-            network = AutoModelForCausalLM.from_pretrained(source)
+            # A CPU takes twice as long for a token in BF16.
+            dtype = "auto" if torch.cuda.is_available() else torch.float32
+            network = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         reader = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
         ids = reader(prompt, return_tensors="pt", add_special_tokens=False)
         written = network.eval().generate(
