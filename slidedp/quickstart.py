@@ -64,7 +64,7 @@ def short_config(folder: str | Path = "runs/quickstart", steps: int = 10_000) ->
 
 
 def fine_tuning(
-    model: str | Path | None = None, folder: str | Path = "runs/quickstart", steps: int = 40
+    model: str | Path | None = None, folder: str | Path = "runs/quickstart", steps: int = 30
 ) -> Config:
     """A short fine-tuning of `model` (folder or hub id) on some of the text, a tenth of it held out.
 

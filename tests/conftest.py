@@ -1,9 +1,19 @@
-"""Skips the tests that this machine has no hardware for."""
+"""Skips the tests that this machine has no hardware for, and shares its cores among those that run."""
 
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
+
+
+def pytest_configure() -> None:
+    """Of several pytest-xdist workers, each computes with its share of the cores."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    if workers > 1:
+        import torch
+
+        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
