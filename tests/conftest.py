@@ -5,10 +5,14 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 
 def pytest_configure() -> None:
-    """Of several pytest-xdist workers, each computes with its share of the cores."""
+    """Of several pytest-xdist workers, each computes with its share of the cores. An example of hypothesis
+    takes its time: on a busy machine that is no fault."""
+    settings.register_profile("any time", deadline=None)
+    settings.load_profile("any time")
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
     if workers > 1:
         import torch
