@@ -47,8 +47,10 @@ format: venv  ## fix what ruff can fix
 	$(PY) -m ruff check --fix-only .
 	$(PY) -m ruff format .
 
+# Two files at a time: most tests wait for processes that start, and one file's tests share theirs. In the
+# order of the folders, which ends with short files, so that both are busy to the end.
 test: venv  ## the tests for any machine, minutes at most
-	$(PY) -m pytest -q -m 'not slow and not gpu and not multigpu'
+	$(PY) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m 'not slow and not gpu and not multigpu'
 
 test-all: venv  ## all tests; those without their hardware are skipped
 	$(PY) -m pytest -q

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, 
 
 from slidedp.config import Config, Data, Optimizer
 from slidedp.data.stdlib import train_tokenizer, write_corpus
+from slidedp.layout import Layout
 
 
 def prepare(folder: str | Path) -> tuple[Path, Path]:
@@ -63,19 +64,25 @@ def short_config(folder: str | Path = "runs/quickstart", steps: int = 10_000) ->
 
 
 def fine_tuning(
-    model: str | Path | None = None, folder: str | Path = "runs/quickstart", steps: int = 40
+    model: str | Path | None = None, folder: str | Path = "runs/quickstart", steps: int = 30
 ) -> Config:
     """A short fine-tuning of `model` (folder or hub id) on some of the text, a tenth of it held out.
 
-    None stands for a tiny Hugging Face folder of random weights, which is made in `folder`.
+    None stands for a tiny Hugging Face folder of random weights, which is made in `folder`. The layout suits
+    a CPU where there is no GPU: sending bytes between ranks takes cores that should compute, so each rank
+    reads all parameters from the shared state, and nothing is computed twice.
     """
-    corpus, tokenizer = prepare(folder)
-    base = config(corpus / "json", tokenizer, model or _untrained(Path(folder), tokenizer), steps)
+    if model is None:
+        corpus, tokenizer = prepare(folder)
+        base = config(corpus / "json", tokenizer, _untrained(Path(folder), tokenizer), steps)
+    else:  # which has a tokenizer of its own
+        base = config(write_corpus(Path(folder) / "text") / "json", model, model, steps)
     gpus = torch.cuda.device_count()
     return dataclasses.replace(
         base,
         sequence_length=512 if gpus else 64,
         batch_size=4 * gpus or 4,
+        layout=Layout() if gpus else Layout(delivery="replicated", reduction="cpu", activations="keep"),
         data=dataclasses.replace(base.data, eval_fraction=0.1),
         eval_every=steps // 2,
         optimizer=base.optimizer if model else dataclasses.replace(base.optimizer, lr=5e-3),
@@ -95,7 +102,9 @@ def sample(
         if isinstance(source, PretrainedConfig):
             network = AutoModelForCausalLM.from_config(source)  # random, as the run's own start is
         else:
-            network = AutoModelForCausalLM.from_pretrained(source)
+            # A CPU takes twice as long for a token in BF16.
+            dtype = "auto" if torch.cuda.is_available() else torch.float32
+            network = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         reader = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
         ids = reader(prompt, return_tensors="pt", add_special_tokens=False)
         written = network.eval().generate(

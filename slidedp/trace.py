@@ -4,11 +4,14 @@ A recording is one trace of every rank over the same consecutive steps. Each fun
 question about it; nothing here draws.
 """
 
+import gc
 import gzip
 import json
 import logging
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -35,17 +38,13 @@ class RankTrace:
     rank: int
     path: Path
 
-    @cached_property
-    def content(self) -> dict[str, Any]:
-        """The file's JSON; 100 MB take a few seconds, less with orjson installed."""
+    def read(self) -> dict[str, Any]:
+        """The file's JSON: for a trace of 100 MB, 0.4 GB of objects that nobody should hold on to."""
         data = self.path.read_bytes()
         if self.path.suffix == ".gz":
             data = gzip.decompress(data)
-        try:
-            import orjson
-        except ImportError:
+        with _no_garbage_collection():
             return json.loads(data)
-        return orjson.loads(data)
 
     @cached_property
     def _head(self) -> tuple[float, list[dict[str, Any]]]:
@@ -68,13 +67,40 @@ class RankTrace:
         return self._head[0]
 
     @cached_property
+    def _tables(self) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """`events` and `memory`, so that the file is parsed once for both."""
+        with _no_garbage_collection():
+            found = self.read()["traceEvents"]
+            timed = [e for e in found if e.get("ph") == "X" and "cat" in e]
+            keys = {"name": "name", "category": "cat", "thread": "tid", "ts": "ts", "dur": "dur"}
+            events = pd.DataFrame({column: [e[key] for e in timed] for column, key in keys.items()})
+            arguments = {"Device Type": "type", "Device Id": "index"}
+            arguments |= {"Total Allocated": "allocated", "Total Reserved": "reserved"}
+            marks = [e for e in found if e.get("name") == "[memory]"]
+            memory = pd.DataFrame({"ts": [e["ts"] for e in marks]}, dtype=float)
+            for key, column in arguments.items():
+                memory[column] = np.array([e["args"][key] for e in marks], dtype=np.int64)
+        # Some hundred different values in hundreds of thousands of events: what is not kept frees memory.
+        types = {"name": "category", "category": "category", "thread": "category", "ts": float, "dur": float}
+        return events.astype(types), memory
+
+    @property
     def events(self) -> pd.DataFrame:
         """Everything with a duration: name, category, thread (of the CPU, or a GPU's stream), ts and dur
         in microseconds."""
-        events = [e for e in self.content["traceEvents"] if e.get("ph") == "X" and "cat" in e]
-        keys = {"name": "name", "category": "cat", "thread": "tid", "ts": "ts", "dur": "dur"}
-        table = pd.DataFrame({column: [e[key] for e in events] for column, key in keys.items()})
-        return table.astype({"ts": float, "dur": float})
+        return self._tables[0]
+
+    @property
+    def memory(self) -> pd.DataFrame:
+        """Every allocation and release: ts in microseconds, type (0 for the CPU) and index of the device,
+        bytes allocated and reserved from then on."""
+        return self._tables[1]
+
+    @cached_property
+    def profile(self) -> tuple[pd.DataFrame, pd.DataFrame]:
+        """What `operators` and `kernels` give."""
+        with _no_garbage_collection():
+            return _profile(self.read())
 
     @cached_property
     def phases(self) -> pd.DataFrame:
@@ -211,7 +237,7 @@ def _row_name(part: pd.DataFrame) -> str:
     thread = part["thread"].iloc[0]
     if (part["category"] == "cpu_op").all():
         return f"CPU thread {thread}"
-    kind = part["category"].where(part["category"] != "gpu_memcpy", part["name"])
+    kind = part["category"].astype(object).where(part["category"] != "gpu_memcpy", part["name"])
     kind = kind.where(~part["name"].str.contains("nccl", case=False), "collectives")
     most = str(part.groupby(kind)["dur"].sum().idxmax())
     for mark, name in (("HtoD", "host to GPU"), ("DtoH", "GPU to host"), ("kernel", "compute")):
@@ -226,21 +252,47 @@ def memory(recording: Recording, rank: int = 0, step: int | None = None) -> pd.D
     step = recording.steps[-1] if step is None else step
     trace = recording.trace(rank)
     began, ended = recording.began(step), recording.ended(step)
-    rows = []
-    for e in trace.content["traceEvents"]:
-        if e.get("name") == "[memory]":
-            args = e["args"]
-            device = "cpu" if args["Device Type"] == 0 else f"cuda:{args['Device Id']}"
-            at = (e["ts"] + (trace.base - began)) / 1e3
-            rows.append((at, args["Total Allocated"], args["Total Reserved"], device))
-    table = pd.DataFrame(rows, columns=["start", "allocated", "reserved", "device"]).sort_values("start")
-    return table[table["start"].between(0, (ended - began) / 1e3)].reset_index(drop=True)
+    table = trace.memory.assign(
+        start=(trace.memory["ts"] + (trace.base - began)) / 1e3,
+        device=[
+            "cpu" if kind == 0 else f"cuda:{index}"
+            for kind, index in zip(trace.memory["type"], trace.memory["index"], strict=True)
+        ],
+    )
+    table = table[table["start"].between(0, (ended - began) / 1e3)].sort_values("start", ignore_index=True)
+    return table[["start", "allocated", "reserved", "device"]]
 
 
 def operators(recording: Recording, rank: int = 0) -> pd.DataFrame:
     """One row per operator over the recorded steps, dearest first: calls, and milliseconds on the CPU
     and GPU, with (`total`) and without (`self`) the operators it calls."""
-    profile = _Profile.of(recording, rank)
+    return recording.trace(rank).profile[0]
+
+
+def kernels(recording: Recording, rank: int = 0) -> pd.DataFrame:
+    """One row per GPU kernel over the recorded steps, dearest first: calls, total and mean in
+    milliseconds, whether it uses tensor cores. Empty on a machine without a GPU."""
+    return recording.trace(rank).profile[1]
+
+
+def _profile(content: dict[str, Any]) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Operators and kernels of a trace. The one place that knows torch-tb-profiler, whose interface is not
+    declared stable."""
+    from torch_tb_profiler.profiler.data import RunProfileData
+
+    # It takes a rounded nanosecond for a fault of the trace, and says so thousands of times.
+    logging.getLogger("pytorch_profiler").setLevel(logging.CRITICAL)
+    # It expects names of before torch 2.1 (else no kernel belongs to an operator), and no event of ours.
+    old = {"cuda_runtime": "runtime", "cuda_driver": "runtime", "fwdbwd": "forward_backward"}
+    events = [
+        e | {"cat": old[e["cat"]]} if e.get("cat") in old else e
+        for e in content["traceEvents"]
+        if e.get("cat") != PHASE
+    ]
+    data = RunProfileData("", "0", content | {"traceEvents": events})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is older than the pandas of today
+        data.process()
     rows = [
         {
             "operator": o.name,
@@ -250,55 +302,32 @@ def operators(recording: Recording, rank: int = 0) -> pd.DataFrame:
             "self_gpu_ms": o.self_device_duration / 1e3,
             "total_gpu_ms": o.device_duration / 1e3,
         }
-        for o in profile.data.op_list_groupby_name
+        for o in data.op_list_groupby_name
     ]
     columns = ["operator", "calls", "self_cpu_ms", "total_cpu_ms", "self_gpu_ms", "total_gpu_ms"]
     by = ["self_gpu_ms", "self_cpu_ms"]
-    return pd.DataFrame(rows, columns=columns).sort_values(by, ascending=False, ignore_index=True)
-
-
-def kernels(recording: Recording, rank: int = 0) -> pd.DataFrame:
-    """One row per GPU kernel over the recorded steps, dearest first: calls, total and mean in
-    milliseconds, whether it uses tensor cores. Empty on a machine without a GPU."""
+    operators = pd.DataFrame(rows, columns=columns).sort_values(by, ascending=False, ignore_index=True)
     columns = ["kernel", "calls", "total_ms", "mean_ms", "tensor_cores"]
-    statistics = _Profile.of(recording, rank).data.kernel_stat
-    if statistics is None:
-        return pd.DataFrame(columns=columns)
-    return pd.DataFrame(
-        {
-            "kernel": statistics.index.astype(str),
-            "calls": statistics["count"].to_numpy(),
-            "total_ms": statistics["sum"].to_numpy() / 1e3,
-            "mean_ms": statistics["mean"].to_numpy() / 1e3,
-            "tensor_cores": statistics["tc_used"].to_numpy(),
-        }
-    )
+    if (statistics := data.kernel_stat) is None:
+        return operators, pd.DataFrame(columns=columns)
+    columns_of = {
+        "kernel": statistics.index.astype(str),
+        "calls": statistics["count"].to_numpy(),
+        "total_ms": statistics["sum"].to_numpy() / 1e3,
+        "mean_ms": statistics["mean"].to_numpy() / 1e3,
+        "tensor_cores": statistics["tc_used"].to_numpy(),
+    }
+    return operators, pd.DataFrame(columns_of, columns=columns)
 
 
-class _Profile:
-    """The one place that knows torch-tb-profiler, whose interface is not declared stable."""
-
-    def __init__(self, trace: RankTrace) -> None:
-        from torch_tb_profiler.profiler.data import RunProfileData
-
-        # It takes a rounded nanosecond for a fault of the trace, and says so thousands of times.
-        logging.getLogger("pytorch_profiler").setLevel(logging.CRITICAL)
-        content = trace.content
-        # It expects names of before torch 2.1 (else no kernel belongs to an operator), and no event of ours.
-        old = {"cuda_runtime": "runtime", "cuda_driver": "runtime", "fwdbwd": "forward_backward"}
-        events = [
-            e | {"cat": old[e["cat"]]} if e.get("cat") in old else e
-            for e in content["traceEvents"]
-            if e.get("cat") != PHASE
-        ]
-        self.data = RunProfileData(f"rank {trace.rank}", "0", content | {"traceEvents": events})
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it is older than the pandas of today
-            self.data.process()
-
-    @classmethod
-    def of(cls, recording: Recording, rank: int) -> "_Profile":
-        trace = recording.trace(rank)
-        if "profile" not in trace.__dict__:  # computed once, as the cached properties are
-            trace.__dict__["profile"] = cls(trace)
-        return trace.__dict__["profile"]
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """A hundred thousand events are a million objects, none of them garbage: looking for some, again and
+    again as they become more, takes three times as long as making them."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,9 +1,23 @@
-"""Skips the tests that this machine has no hardware for."""
+"""Skips the tests that this machine has no hardware for, and shares its cores among those that run."""
 
+import os
 import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
+
+
+def pytest_configure() -> None:
+    """Of several pytest-xdist workers, each computes with its share of the cores. An example of hypothesis
+    takes its time: on a busy machine that is no fault."""
+    settings.register_profile("any time", deadline=None)
+    settings.load_profile("any time")
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+    if workers > 1:
+        import torch
+
+        torch.set_num_threads(max(1, torch.get_num_threads() // workers))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -81,6 +81,8 @@ def _rank(rank: int, setup: _Setup, results: Connection) -> None:
     if cuda:
         torch.cuda.set_device(rank)
         os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    else:  # as SlideDP's ranks do: threads that outnumber the cores wait for each other spinning
+        torch.set_num_threads(max(1, torch.get_num_threads() // setup.ranks))
     dist.init_process_group(
         "nccl" if cuda else "gloo",
         init_method=f"file://{setup.rendezvous}",

@@ -1,0 +1,166 @@
+"""A checkpoint is of one version of the parameters, whatever the disk's pace."""
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from slidedp import Checkpoint, Layout
+from slidedp.checkpoint import save as saving_module
+from slidedp.checkpoint.folder import Progress, checkpoints
+from slidedp.host.messages import Begin, Coefficients, SetLayout, Stop, Written
+from tests.checkpoint.contents import loaded
+from tests.host.bench import Bench
+from tests.killing import saving
+from tests.launching import DEADLINE, until
+from tests.pool import pool
+from tests.stream.cases import config as case
+
+
+@pytest.mark.parametrize("schedule", ["in_forward", "in_backward"])
+def test_an_update_waits_for_the_shard_of_its_unit(tmp_path, monkeypatch, schedule):
+    """Two shards are not written before the next step tries to update them."""
+    made = Bench(Layout(schedule=schedule, chunk_bytes=4096), saving=saving(tmp_path))
+    open_, write = threading.Event(), saving_module.write_shard
+
+    def late(file, state, unit):
+        if unit.index in (1, 2):
+            assert open_.wait(DEADLINE)
+        return write(file, state, unit)
+
+    monkeypatch.setattr(saving_module, "write_shard", late)
+    made.start(0)
+    made.land_all(0, made.gradients())
+    version_1 = made.snapshot()
+    made.worker.checkpoints.request(5)
+    made.worker.checkpoints.boundary(made.worker.progress, made.units)
+    snapshot = made.worker.checkpoints.snapshot
+    gradients = made.gradients()
+    made.start(1)
+    step = threading.Thread(target=made.land_all, args=(1, gradients), daemon=True)
+    step.start()
+    until(lambda: snapshot.waiting or not step.is_alive(), "the step waits or ends")
+    open_.set()
+    step.join(DEADLINE)
+    snapshot.join()
+    assert made.snapshot() != version_1
+    event = made.reports[-1] if made.reports[-1]["kind"] == "checkpoint" else made.reports[-2]
+    assert (event["step"], event["error"], event["requests"]) == (1, None, [5])
+    assert loaded(tmp_path / "step-00000001", made.units) == (Progress(1, 1), version_1)
+    made.close()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Layout(schedule="in_forward", reduction="cpu"),
+        Layout(schedule="in_forward", gpu_updates=4, chunk_bytes=6000),
+        Layout(schedule="in_backward", gpu_updates=2, chunk_bytes=6000),
+        Layout(schedule="in_backward", gpu_updates=4, resident_updates=3, chunk_bytes=6000),
+    ],
+    ids=lambda layout: f"{layout.schedule}-{layout.gpu_updates}",
+)
+def test_a_snapshot_is_what_a_run_that_stopped_there_holds(tmp_path, layout):
+    every = Checkpoint(every_steps=3, keep_last=9)
+    settings = case(layout, steps=8, checkpoint=every, compute_dtype="bfloat16")
+    settings = replace(settings, optimizer=replace(settings.optimizer, lr_schedule="constant"))
+    slow = {"patch": "tests.stream.patches.apply", "patch_arguments": {"names": ("slow checkpoint",)}}
+    whole = pool(2).run(settings, folder=tmp_path / "whole", **slow)
+    steps = [event["step"] for event in whole.checkpoints]
+    assert steps[0] == 3 and len(steps) == 2  # the second is 6, or later if the first took its time
+    for step in steps:
+        stop = replace(settings, steps=step, checkpoint=Checkpoint(every_steps=step))
+        first = pool(2).run(stop, folder=tmp_path / str(step))
+        names = {f.name for f in (tmp_path / "whole" / f"step-{step:08}").glob("*.safetensors")}
+        assert len(names) == 7
+        for name in names:
+            stopped = tmp_path / str(step) / f"step-{step:08}" / name
+            assert (tmp_path / "whole" / f"step-{step:08}" / name).read_bytes() == stopped.read_bytes()
+        assert first.losses() == whole.losses()[:step]
+
+
+def test_state_that_stays_on_gpus_is_saved_by_a_step_that_writes_it(tmp_path):
+    """A request that comes too late for a step's writing waits for the next step's."""
+    stays = Layout(schedule="in_backward", gpu_updates=4, resident_updates=4)
+    made = Bench(stays, dtype="bfloat16", saving=saving(tmp_path))
+
+    def stored(step):
+        if step != 2:
+            made.start(step)
+        said = [m.store for m in made.said() if isinstance(m, Coefficients)]
+        if step == 1:
+            made.worker.checkpoints.request(5)
+            made.start(2)  # ranks run ahead; what they are told of this step may not change
+            said += [m.store for m in made.said() if isinstance(m, Coefficients)]
+        for unit in made.units:
+            for _ in made.ranks:
+                made.worker.handle(Written(step, unit.index))
+        return said
+
+    assert [stored(step) for step in range(4)] == [[False], [False], [True], [False]]
+    made.worker.checkpoints.snapshot.join()
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-00000003"]
+    made.close()
+
+
+@pytest.mark.parametrize("end", ["stop", "last step", "layout"])
+def test_a_write_back_waits_for_the_shards_of_the_checkpoint_before(tmp_path, monkeypatch, end):
+    """Whatever lets ranks write their state to the host is told when a slow disk has taken it."""
+    stays = Layout(schedule="in_backward", gpu_updates=4, resident_updates=4)
+    made = Bench(stays, dtype="bfloat16", saving=saving(tmp_path))
+    made.worker.config = replace(made.worker.config, steps=3 if end == "last step" else 50)
+    open_, write = threading.Event(), saving_module.write_shard
+
+    def late(file, state, unit):
+        assert open_.wait(DEADLINE)
+        return write(file, state, unit)
+
+    monkeypatch.setattr(saving_module, "write_shard", late)
+
+    def update(step):
+        for unit in made.units:
+            for _ in made.ranks:
+                made.worker.handle(Written(step, unit.index))
+
+    made.worker.checkpoints.request(5)
+    made.start(0)
+    update(0)  # the checkpoint of step 1 begins
+    made.start(1)
+    landing = made.new_landing(Layout())
+    if end != "last step":
+        made.worker.command(Stop() if end == "stop" else SetLayout(Layout(), landing.handle))
+    if end == "layout":
+        made.start(2)
+    update(1)
+    made.said()
+
+    def rest():
+        if end != "layout":
+            made.start(2)
+        else:
+            update(2)
+
+    thread, snapshot = threading.Thread(target=rest, daemon=True), made.worker.checkpoints.snapshot
+    thread.start()
+    until(lambda: snapshot.waiting or not thread.is_alive(), "the worker waits or goes on")
+    told = [m for m in made.said() if isinstance(m, Begin | Coefficients)]
+    assert not any(isinstance(m, Coefficients) or m.stop or m.layout for m in told), told
+    open_.set()
+    thread.join(DEADLINE)
+    told = made.said()
+    kind = Coefficients if end == "last step" else Begin
+    assert any(isinstance(m, kind) for m in told), told
+    snapshot.join()
+    landing.close()
+    made.close()
+
+
+@pytest.mark.parametrize("spoiled", [True, False])
+def test_a_spoiled_state_never_takes_the_place_of_a_good_one(tmp_path, spoiled):
+    made = Bench(Layout(), saving=saving(tmp_path))
+    made.start(0)
+    made.worker.command(Stop(save=not spoiled))
+    made.land_all(0, made.gradients())
+    made.worker.checkpoints.finish(made.worker.progress, stopped=True)
+    assert [p.name for p in checkpoints(tmp_path)] == ([] if spoiled else ["step-00000001"])
+    made.close()
