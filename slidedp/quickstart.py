@@ -92,7 +92,9 @@ def fine_tuning(
 def sample(
     model: Config | str | Path, prompt: str = "import os\n\ndef ", tokens: int = 48, seed: int = 0
 ) -> str:
-    """Text that a model writes after `prompt`: the model a config starts from, or that of a folder."""
+    """Text that a model writes after `prompt`: the model a config starts from, or that of a folder. Takes a
+    GPU if there is one, so no run may be on it."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if isinstance(model, Config):
         source, tokenizer = model.model, model.data.tokenizer or model.model
     else:
@@ -103,19 +105,27 @@ def sample(
             network = AutoModelForCausalLM.from_config(source)  # random, as the run's own start is
         else:
             # A CPU takes twice as long for a token in BF16.
-            dtype = "auto" if torch.cuda.is_available() else torch.float32
+            dtype = torch.float32 if device.type == "cpu" else "auto"
             network = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
         reader = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
         ids = reader(prompt, return_tensors="pt", add_special_tokens=False)
-        written = network.eval().generate(
-            **ids,
-            max_new_tokens=tokens,
-            do_sample=True,
-            temperature=0.7,
-            top_k=20,
-            pad_token_id=reader.pad_token_id or reader.eos_token_id,
+        written = (
+            network.to(device)
+            .eval()
+            .generate(
+                **ids.to(device),
+                max_new_tokens=tokens,
+                do_sample=True,
+                temperature=0.7,
+                top_k=20,
+                pad_token_id=reader.pad_token_id or reader.eos_token_id,
+            )
         )
-    return str(reader.decode(written[0], skip_special_tokens=True))
+    text = str(reader.decode(written[0], skip_special_tokens=True))
+    del network
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the next run may want all of it
+    return text
 
 
 def _untrained(folder: Path, tokenizer: Path) -> Path:
