@@ -22,7 +22,7 @@ from slidedp.policy.explain import explain
 from slidedp.policy.probe import probe
 from slidedp.preflight import plan
 from slidedp.session import Run, RunFailed, launch
-from slidedp.telemetry import StepReader
+from slidedp.steps import StepReader
 
 INTERRUPTED, TERMINATED = 130, 143
 """What a shell expects of a command that Ctrl-C, or SIGTERM, has ended."""

@@ -44,8 +44,9 @@ from slidedp.policy.rates import Rates
 from slidedp.policy.tune import Tuner
 from slidedp.preflight import Plan, plan, under, with_layout
 from slidedp.processes import Processes
+from slidedp.steps import RowReader
 from slidedp.tables import html_table
-from slidedp.telemetry import RUN, TRACES, RowReader, RunLog, describe, say
+from slidedp.telemetry import RUN, TRACES, RunLog, describe, say
 
 SAMPLES = "samples"
 """Folder of the run folder that holds the samples made from text."""

@@ -9,7 +9,7 @@ import pytest
 
 from slidedp import ConfigError, Data, TensorBoard, launch, open_run
 from slidedp.data.samples import write_samples
-from slidedp.telemetry import RowReader
+from slidedp.steps import RowReader
 from tests.launching import DEADLINE, LENGTH, VOCABULARY, small_config
 from tests.pool import small_model
 

@@ -11,7 +11,8 @@ from slidedp.layout import Layout
 from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.calibrate import calibrated
 from slidedp.policy.words import describe
-from slidedp.telemetry import RunLog, StepReader, say
+from slidedp.steps import StepReader
+from slidedp.telemetry import RunLog, say
 
 STEPS = 2 * TIMELINE_EVERY
 """Steps whose median is compared; some of them have a timeline."""

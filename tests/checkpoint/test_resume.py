@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from slidedp import Checkpoint, CheckpointFailed, ConfigError, Layout, RunFailed, cli, launch
 from slidedp.checkpoint.resume import verify
-from slidedp.telemetry import StepReader
+from slidedp.steps import StepReader
 from tests.checkpoint.contents import arrays
 from tests.launching import DEADLINE, nothing_left, small_config, until
 from tests.pool import pool

@@ -9,10 +9,7 @@ from slidedp.checkpoint.folder import Progress
 from slidedp.checkpoint.save import Saving
 from slidedp.config import Config, Data, Optimizer
 from slidedp.host.landing import Landing, LandingPlan
-from slidedp.host.messages import (
-    Landed,
-    Started,
-)
+from slidedp.host.messages import Landed, Started
 from slidedp.host.state import HostState
 from slidedp.host.worker import OptimizerWorker
 from slidedp.layout import Layout

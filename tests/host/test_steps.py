@@ -2,19 +2,21 @@
 
 import pytest
 
-from slidedp.host.messages import (
-    Begin,
-    Profile,
-    SetLayout,
-    Started,
-    Stop,
-)
+from slidedp.host.messages import Begin, Profile, SetLayout, Started, Stop
 from tests.host.bench import RANKS, layout
 
 
 def finish(made, step):
     made.land_all(step, made.gradients())
     return [[m for m in made.said(rank) if isinstance(m, Begin)] for rank in range(RANKS)]
+
+
+def asked_to_switch(bench):
+    """A worker before step 0, the layout that it is asked for, and that one's landing."""
+    made, new = bench(layout()), layout("cpu")
+    landing = made.new_landing(new)
+    made.worker.command(SetLayout(new, landing.handle))
+    return made, new, landing
 
 
 def test_the_first_start_answers_for_the_next_step(bench):
@@ -65,9 +67,7 @@ def test_a_stop_is_never_overruled_by_a_layout(bench, stop_first):
 
 
 def test_a_stop_after_the_layout_was_accepted_wins(bench):
-    made, new = bench(layout()), layout("cpu")
-    landing = made.new_landing(new)
-    made.worker.command(SetLayout(new, landing.handle))
+    made, new, landing = asked_to_switch(bench)
     made.start(0)  # step 0 ends with a switch
     made.worker.command(Stop())
     assert finish(made, 0) == [[Begin(1, stop=True)]] * RANKS
@@ -75,9 +75,7 @@ def test_a_stop_after_the_layout_was_accepted_wins(bench):
 
 
 def test_a_recording_is_asked_for_once_and_beside_a_new_layout(bench):
-    made, new = bench(layout()), layout("cpu")
-    landing = made.new_landing(new)
-    made.worker.command(SetLayout(new, landing.handle))
+    made, new, landing = asked_to_switch(bench)
     made.worker.command(Profile(2, 0))
     made.start(0)
     assert finish(made, 0) == [[Begin(1, False, new, landing.handle, profile=2)]] * RANKS

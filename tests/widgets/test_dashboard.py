@@ -10,7 +10,7 @@ import pytest
 from slidedp import Layout, Run, open_run
 from slidedp.telemetry import RunLog
 from slidedp.widgets import Dashboard
-from slidedp.widgets.dashboard import MAX_POINTS
+from slidedp.widgets.curves import MAX_POINTS
 
 
 class FakeRun(Run):
