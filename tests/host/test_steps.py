@@ -67,7 +67,7 @@ def test_a_stop_is_never_overruled_by_a_layout(bench, stop_first):
 
 
 def test_a_stop_after_the_layout_was_accepted_wins(bench):
-    made, new, landing = asked_to_switch(bench)
+    made, _, landing = asked_to_switch(bench)
     made.start(0)  # step 0 ends with a switch
     made.worker.command(Stop())
     assert finish(made, 0) == [[Begin(1, stop=True)]] * RANKS
