@@ -14,12 +14,13 @@ from transformers import Qwen3Config
 
 from slidedp import Config, ConfigError, Data, Layout, Optimizer, cli, launch, open_run
 from slidedp.policy.auto import FIELDS, STAGES, AutoPolicy
-from slidedp.policy.calibrate import calibrated
+from slidedp.policy.calibrate import THREADS, calibrated
 from slidedp.policy.candidates import GPU_SHARE, Trial
 from slidedp.policy.demands import demands
 from slidedp.policy.flips import TIE
 from slidedp.policy.machines import H200, MACHINES
 from slidedp.policy.probe import cache_folder, probe, read_rates, write_rates
+from slidedp.policy.rates import Rates
 from slidedp.policy.records import SHOWN, Record, load_records
 from slidedp.policy.step_time import predict
 from slidedp.policy.tune import POLICY
@@ -284,17 +285,18 @@ def test_a_timeline_of_waiting_for_threads_corrects_these(tuned):
     spans = log.timeline(step)
     backward = spans[(spans["phase"] == "backward") & spans["unit"].str.startswith("layers.")]
     measured = (backward["end"] - backward["start"]).median() / 1e3
-    probed = dataclasses.replace(
-        H200.rates(workload).faster("compute", 1e6),
-        **dict.fromkeys(("enqueue_forward", "enqueue_backward"), measured / 5),
-        enqueue_operation=measured / 50,
-    )
-    before = demands(workload, probed, layout)
-    assert before.enqueue_backward[0] > before.backward[0] and before.enqueue_forward > before.forward
+
+    def with_threads(seconds: float) -> Rates:
+        """A GPU that waits for nothing but threads, which take as long for everything."""
+        fast = H200.rates(workload).faster("compute", 1e6)
+        return dataclasses.replace(fast, **dict.fromkeys(THREADS, seconds))
+
+    of_one = demands(workload, with_threads(1.0), layout).enqueue_backward[0]
+    probed = with_threads(measured / of_one / 3)  # a third of what backward has taken
     right = calibrated(probed, workload, layout, log, step)
     assert right.forward == probed.forward and right.backward_keep == probed.backward_keep
-    found = demands(workload, right, layout).enqueue_backward[0]
-    assert abs(found - measured) < abs(before.enqueue_backward[0] - measured)
+    (factor,) = {getattr(right, name) / getattr(probed, name) for name in THREADS}
+    assert factor > 1
 
 
 def _layout_of(log: RunLog, step: int) -> Layout:

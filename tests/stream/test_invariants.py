@@ -169,7 +169,7 @@ def test_a_step_starts_on_early_units_while_late_ones_still_update(there, delay)
     outcome = run(layout(gpu_updates=there), (delay,), record=True)
     *ranks, published = outcome.recorded
     for step in range(1, STEPS):
-        second_layer = next(time for unit, version, _, time in published if (unit, version) == (2, step))
+        last_layer = next(time for unit, version, _, time in published if (unit, version) == (LAYERS, step))
         for seen in ranks:
             first = min(time for number, visit, _, _, time in seen if (number, visit) == (step, 0))
-            assert first < second_layer
+            assert first < last_layer
