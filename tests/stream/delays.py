@@ -5,6 +5,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed import barrier
+
 from slidedp.stream.device import Abort, Signal
 from slidedp.stream.signals import Step
 from slidedp.stream.spill import SpillStore, offsets
@@ -101,3 +103,33 @@ def writing_on_a_thread(enqueue: Callable) -> Callable:
         return written
 
     return enqueued
+
+
+def written_back_after_a_reading(close: Callable) -> Callable:
+    """The first `ShardUpdate.close` of one rank: the resident state reaches the host when the other rank has
+    read what its next layout needs (`read_before_a_write_back`)."""
+    first = True
+
+    def late(updates: ShardUpdate) -> None:
+        nonlocal first
+        if first:
+            first = False
+            barrier()
+        close(updates)
+
+    return late
+
+
+def read_before_a_write_back(bring: Callable) -> Callable:
+    """`ShardUpdate._bring` of the other rank, in its second layout."""
+    layouts = 0
+
+    def early(updates: ShardUpdate, parts: list) -> dict:
+        nonlocal layouts
+        layouts += 1
+        brought = bring(updates, parts)
+        if layouts == 2:
+            barrier()
+        return brought
+
+    return early

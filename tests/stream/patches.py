@@ -26,8 +26,10 @@ from tests.stream.delays import (
     on_a_thread,
     pausing,
     pausing_inside,
+    read_before_a_write_back,
     spilling_on_a_thread,
     writing_on_a_thread,
+    written_back_after_a_reading,
 )
 from tests.stream.recording import recording_rank, recording_worker
 from tests.stream.removals import (
@@ -77,7 +79,9 @@ PATCHES: dict[str, tuple[Any, Any, str, Wrap]] = {
     "slow pulls of rank 1": (1, HostPeers, "pull", pausing()),
     "writes of rank 1 on a thread": (1, ShardUpdate, "update", writing_on_a_thread),
     "no wait for all writes": (None, OptimizerWorker, "handle", first_write_is_enough),
-    "slow write-back of rank 1": (1, ShardUpdate, "close", pausing(20 * PAUSE)),  # a new engine takes time
+    "slow write-back of rank 1": (1, ShardUpdate, "close", pausing()),
+    "write-back of rank 1 after a reading": (1, ShardUpdate, "close", written_back_after_a_reading),
+    "reading of rank 0 before a write-back": (0, ShardUpdate, "_bring", read_before_a_write_back),
     "no wait for write-backs": ("all", update.dist, "barrier", at_once),
     "slow stash": ("all", ActivationStash, "to_host", pausing()),
     "stash on a thread": ("all", ActivationStash, "to_host", on_a_thread),
