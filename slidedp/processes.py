@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch.multiprocessing as mp
 from transformers import PretrainedConfig
 
 from slidedp import rank as rank_process
@@ -26,13 +25,13 @@ from slidedp.config import Config
 from slidedp.host import worker as worker_process
 from slidedp.host.memory import Handle, Segment
 from slidedp.host.messages import Profile, Save, SetLayout, Stop
-from slidedp.host.process import STOPPING
+from slidedp.host.start import context_of, start
 from slidedp.host.state import StateHandle
 from slidedp.shortage import MemoryWatch
 from slidedp.stalls import StallWatch
 
 
-def _spawned(index: int, ranks: int, setup: Handle, ends: list[Any]) -> None:
+def _enter(index: int, ranks: int, setup: Handle, ends: list[Any]) -> None:
     """Entry of every process."""
     rank_setup, worker_setup = pickle.loads(Segment.open(setup).array(np.uint8).tobytes())
     code = 0
@@ -67,7 +66,7 @@ class Processes:
         ranks = self.ranks = int(config.ranks or 1)
         self._closing = False
         self._rendezvous = tempfile.TemporaryDirectory(prefix="slidedp-")
-        context = mp.get_context("spawn")
+        context = context_of(str(config.device))
         to_worker = [context.Pipe() for _ in range(ranks)]
         to_us = [context.Pipe() for _ in range(ranks + 1)]
         signs = [context.Pipe(duplex=False) for _ in range(ranks + 1)]
@@ -89,25 +88,12 @@ class Processes:
         self._setup.array(np.uint8)[:] = np.frombuffer(content, np.uint8)
         ends: list[Any] = [(to_worker[rank][0], to_us[rank][1], signs[rank][1]) for rank in range(ranks)]
         ends.append(([theirs for _, theirs in to_worker], to_us[-1][1], signs[-1][1]))
-        # Inherited by the processes: a signal that meets one while it still imports must not end it.
-        previous = {ending: signal.signal(ending, signal.SIG_IGN) for ending in STOPPING}
         try:
-            started = mp.start_processes(
-                _spawned,
-                (ranks, self._setup.handle, ends),
-                nprocs=ranks + 1,
-                join=False,
-                daemon=True,
-                start_method="spawn",
-            )
+            started = start(_enter, (ranks, self._setup.handle, ends), ranks + 1, str(config.device))
         except BaseException:
             self._setup.close()
             self._rendezvous.cleanup()
             raise
-        finally:
-            for ending, handler in previous.items():
-                signal.signal(ending, handler)
-        assert started is not None
         self._all = started.processes
         self._running = dict(enumerate(self._all))
         self._silent = set(self._running)

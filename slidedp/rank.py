@@ -26,7 +26,6 @@ from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.memory import Handle, anonymous_bytes
 from slidedp.host.messages import Finished, Started
 from slidedp.host.process import (
-    die_with_parent,
     doing,
     reporting,
     return_freed_memory,
@@ -376,8 +375,7 @@ def _add_to(event: dict[str, Any], earlier: dict[str, Any]) -> None:
 
 
 def main(rank: int, setup: RankSetup, worker: Connection, launcher: Connection, signs: Connection) -> None:
-    """Entry of a spawned rank."""
-    die_with_parent()
+    """Entry of a rank's process."""
     show_signs_of_life(signs)
     # Threads hand the GIL over often: the transfer thread must not wait 5 ms behind compute's Python.
     sys.setswitchinterval(0.0005)

@@ -24,6 +24,7 @@ from slidedp.data.samples import Samples
 from slidedp.errors import ConfigError
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.messages import Profile, Save, SetLayout, Stop
+from slidedp.host.start import import_ahead
 from slidedp.host.state import HostState
 from slidedp.launching import (
     fill_state,
@@ -82,7 +83,7 @@ def launch(
     stop the run; one that is slow holds up nothing but the end of `wait()`.
 
     Everything that can be refused is refused before memory is allocated (ConfigError). Call it from the
-    main thread: the processes end with the thread that started them.
+    main thread: only there can the processes be started deaf to a signal that means a stop.
     """
     # What multiprocessing itself goes by, but only after we would have allocated everything.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -91,7 +92,7 @@ def launch(
             'if __name__ == "__main__":'
         )
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigError("launch() must be called from the main thread: ranks end with their launcher's")
+        raise ConfigError("launch() must be called from the main thread, which alone can handle signals")
     preflight = plan(config)
     config = preflight.config
     if not config.tune:  # else the policy starts from a layout that fits
@@ -101,6 +102,8 @@ def launch(
         source = find(resume, config.run_folder)
         start = resuming.check(source, preflight.units, config)
     folder = new_run_folder(config, source)
+    if config.device == "cpu":
+        import_ahead()  # while the data is prepared
     tokenizer = load_tokenizer(config)
     if source is None and isinstance(config.model, str) and not config.random_weights:
         check_pretrained(preflight.units, config.model)

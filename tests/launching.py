@@ -80,18 +80,23 @@ def alive(pid: int) -> bool:
         return False
 
 
-def children() -> set[int]:
-    """Processes that this one has started and that still run; not multiprocessing's own helpers."""
-    found = set()
+def children(pid: int | None = None) -> set[int]:
+    """Processes that this one, or `pid`, has started and that run; not multiprocessing's own helpers."""
+    found: dict[int, set[int]] = {}
+    servers = set()
     for name in filter(str.isdecimal, os.listdir("/proc")):
         try:
             state, parent = _stat(int(name))[:2]
             command = Path("/proc", name, "cmdline").read_bytes()
         except OSError:
             continue  # it has just ended
-        if int(parent) == os.getpid() and state != "Z" and b"resource_tracker" not in command:
-            found.add(int(name))
-    return found
+        if state == "Z" or b"resource_tracker" in command:
+            continue
+        found.setdefault(int(parent), set()).add(int(name))
+        if b"multiprocessing.forkserver" in command:  # its children have its command line too
+            servers.add(int(name))
+    own = found.get(pid or os.getpid(), set())
+    return own - servers | {forked for server in own & servers for forked in found.get(server, ())}
 
 
 def memfds() -> int:

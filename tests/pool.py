@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from slidedp.checkpoint import resume as resuming
 from slidedp.checkpoint.folder import Progress
@@ -31,7 +30,7 @@ from slidedp.config import DTYPES, Config
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.memory import Handle, Segment
 from slidedp.host.messages import SetLayout
-from slidedp.host.process import die_with_parent
+from slidedp.host.start import import_ahead, start
 from slidedp.host.state import HostState
 from slidedp.host.worker import run_worker
 from slidedp.layout import Layout
@@ -64,7 +63,6 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _serve(index: int, ranks: int, rendezvous: str, jobs: list[Connection]) -> None:
-    die_with_parent()
     sys.setswitchinterval(0.0005)  # as a rank's own entry does
     torch.set_num_threads(1)
     if index < ranks:
@@ -111,19 +109,12 @@ class Pool:
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self.broken = False
-        # One process imports everything, and all others are forked from it before any thread starts.
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["slidedp.rank", "slidedp.host.worker", "torch.distributed"])
+        context = import_ahead()
         self._folder = tempfile.TemporaryDirectory()
         pipes = [context.Pipe() for _ in range(ranks + 1)]
         self._jobs = [ours for ours, _ in pipes]
-        self._processes = mp.start_processes(
-            _serve,
-            (ranks, f"{self._folder.name}/rendezvous", [theirs for _, theirs in pipes]),
-            nprocs=ranks + 1,
-            join=False,
-            start_method="forkserver",
-        ).processes
+        arguments = ranks, f"{self._folder.name}/rendezvous", [theirs for _, theirs in pipes]
+        self._processes = start(_serve, arguments, ranks + 1, "cpu").processes
 
     def run(
         self,
@@ -155,7 +146,7 @@ class Pool:
             fill_random(state, model, config.seed)
         dtype = config.gradient_dtype
         landing = Landing(LandingPlan(units, self.ranks, config.layout, dtype.itemsize), dtype)
-        pipe = mp.get_context("forkserver").Pipe
+        pipe = import_ahead().Pipe
         to_worker = [pipe() for _ in range(self.ranks)]
         outputs = [pipe() for _ in range(self.ranks + 1)]
         setup = RankSetup(

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slidedp import Config, RunFailed, cli
 from slidedp.data.samples import write_samples
+from tests.launching import children
 
 SLIDEDP = (sys.executable, "-m", "slidedp")
 VOCABULARY = 128
@@ -165,11 +166,7 @@ def test_a_second_signal_ends_at_once(config, tmp_path):
         while not steps_done(tmp_path / "run"):
             assert process.poll() is None
             time.sleep(0.1)
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        held = next(
-            int(pid) for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        )
-        os.kill(held, signal.SIGSTOP)
+        os.kill(min(children(process.pid)), signal.SIGSTOP)
         os.kill(process.pid, signal.SIGTERM)
         assert process.stderr is not None
         assert any("interrupt again to end at once" in line for line in process.stderr)

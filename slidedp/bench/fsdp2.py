@@ -24,7 +24,6 @@ from slidedp.bench.table import WARM_UP, speed
 from slidedp.config import DTYPES, Optimizer
 from slidedp.data.order import Order
 from slidedp.data.samples import Samples
-from slidedp.host.process import die_with_parent
 from slidedp.model.families import flops_per_token, skeleton
 from slidedp.model.loss import IGNORED, linear_cross_entropy, softmax_gradient
 
@@ -72,11 +71,10 @@ def run_fsdp2(
             config, weights, samples, cases, steps, ranks, device, dtype, compiled,
             optimizer or Optimizer(lr=1e-4, clip_norm=None), f"{folder}/ranks",
         )  # fmt: skip
-        yield from results_of(_rank, (setup,), ranks)
+        yield from results_of(_rank, (setup,), ranks, device)
 
 
 def _rank(rank: int, setup: _Setup, results: Connection) -> None:
-    die_with_parent()
     cuda = setup.device == "cuda"
     if cuda:
         torch.cuda.set_device(rank)

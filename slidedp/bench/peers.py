@@ -3,15 +3,16 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch.multiprocessing as mp
+from slidedp.host.start import context_of, start
 
 
-def results_of(rank: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> Iterator[dict[str, Any]]:
+def results_of(
+    rank: Callable[..., None], arguments: tuple[Any, ...], ranks: int, device: str
+) -> Iterator[dict[str, Any]]:
     """Calls `rank(index, *arguments, results)` in `ranks` processes and yields what they send to the
     connection `results`. Raises what a rank raises; ends them all if nobody listens any more."""
-    receiver, sender = mp.get_context("spawn").Pipe(duplex=False)
-    processes = mp.start_processes(rank, (*arguments, sender), ranks, join=False, start_method="spawn")
-    assert processes is not None
+    receiver, sender = context_of(device).Pipe(duplex=False)
+    processes = start(rank, (*arguments, sender), ranks, device)
     sender.close()
     try:
         while True:

@@ -17,7 +17,6 @@ from slidedp.bench.table import WARM_UP, speed
 from slidedp.data.order import Order
 from slidedp.data.samples import Samples
 from slidedp.errors import ConfigError
-from slidedp.host.process import die_with_parent
 from slidedp.model.families import flops_per_token, skeleton
 from slidedp.model.loss import softmax_gradient
 
@@ -34,7 +33,7 @@ def run_zero2(
         ) from None
     with tempfile.TemporaryDirectory() as folder:
         arguments = (config, samples, batches, steps, ranks, f"{folder}/ranks")
-        yield from results_of(_rank, arguments, ranks)
+        yield from results_of(_rank, arguments, ranks, "cuda")
 
 
 def _rank(
@@ -49,7 +48,6 @@ def _rank(
 ) -> None:
     import deepspeed
 
-    die_with_parent()
     threads = max(1, len(os.sched_getaffinity(0)) // ranks)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), OMP_NUM_THREADS=str(threads)

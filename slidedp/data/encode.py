@@ -1,6 +1,5 @@
 """Documents to tokens, and which of the tokens are to be learnt: here, or in processes of their own."""
 
-import multiprocessing
 import os
 import re
 import signal
@@ -16,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from slidedp.data.sources import Chat, Completion, Document, Text
 from slidedp.errors import ConfigError, reason
 from slidedp.host.process import die_with_parent
+from slidedp.host.start import import_ahead
 
 BATCH = 2**22
 """Characters that are tokenised at once."""
@@ -206,9 +206,7 @@ def _in_processes(
     """Encodes the batches in processes. At most two for each process are on their way."""
     processes = min(PROCESSES, len(os.sched_getaffinity(0)))
     waiting: deque[tuple[Future[list[Encoded]], int]] = deque()
-    pool = ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), initializer=_start, initargs=(tokenizer,)
-    )
+    pool = ProcessPoolExecutor(processes, import_ahead(), initializer=_start, initargs=(tokenizer,))
     try:
         waiting.append((pool.submit(_work, first[0]), first[2]))
         for batch, _, share in batches:

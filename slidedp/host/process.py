@@ -1,8 +1,10 @@
-"""What every spawned process does first and last."""
+"""What every process of a run does first and last."""
 
 import contextlib
 import ctypes
+import fcntl
 import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -20,13 +22,20 @@ to all processes at once, but only the launcher may act on them."""
 
 
 def die_with_parent() -> None:
-    """Leaves signals that mean a stop to the launcher, and ends with it."""
+    """Leaves signals that mean a stop to the launcher, and ends with it: the kernel kills this process when
+    the launcher's end of the pipe between them closes, whatever its threads do.
+
+    PR_SET_PDEATHSIG would go by the thread that started us, or by the server that we are forked from.
+    """
     for ending in STOPPING:
         signal.signal(ending, signal.SIG_IGN)
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     launcher = multiprocessing.parent_process()
-    if launcher is not None and not launcher.is_alive():  # it died while we imported: no signal will come
+    assert launcher is not None
+    pipe = launcher.sentinel
+    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    if not launcher.is_alive():  # it died while we imported: no signal will come
         raise SystemExit(1)
 
 

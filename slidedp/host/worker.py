@@ -39,7 +39,7 @@ from slidedp.host.messages import (
     Stop,
     Written,
 )
-from slidedp.host.process import die_with_parent, doing, reporting, show_signs_of_life
+from slidedp.host.process import doing, reporting, show_signs_of_life
 from slidedp.host.state import HostState, StateHandle, unit_starts
 from slidedp.layout import Layout
 from slidedp.model.units import Unit, chunks, frozen_units
@@ -491,8 +491,7 @@ def main(
     launcher: Connection,
     signs: Connection,
 ) -> None:
-    """Entry of the spawned worker."""
-    die_with_parent()
+    """Entry of the worker's process."""
     show_signs_of_life(signs)
     # Read when Numba loads its OpenMP: threads that wait for the next chunk must not spin on cores
     # that the ranks need.

@@ -26,7 +26,8 @@ from tqdm.auto import tqdm
 from slidedp.config import Config
 from slidedp.errors import ConfigError
 from slidedp.host.memory import Segment
-from slidedp.host.process import die_with_parent, share_cores
+from slidedp.host.process import share_cores
+from slidedp.host.start import context_of, start
 from slidedp.policy.measure_compute import PARTIAL_BUDGET, compute_seconds
 from slidedp.policy.measure_transfers import HostCopies, between_ranks, gpu_update
 from slidedp.policy.measure_worker import worker_rates
@@ -104,7 +105,7 @@ def _measure(planned: Plan) -> Rates:
     sizes = ON_CUDA if planned.config.device == "cuda" else ON_CPU
     memory = Segment(2 * ranks * sizes.region, "probe")
     memory.touch()
-    barrier = mp.get_context("spawn").Barrier(ranks + 1)
+    barrier = context_of(str(planned.config.device)).Barrier(ranks + 1)
     try:
         with tempfile.TemporaryDirectory(prefix="slidedp-probe-") as folder:
             setup = Setup(planned, memory.handle, folder, barrier, sizes)
@@ -117,8 +118,7 @@ def _measure(planned: Plan) -> Rates:
 
 def _run(setup: Setup, processes: int) -> None:
     """Runs the measuring processes to their end; an interrupt ends them too."""
-    started = mp.start_processes(_enter, (setup,), nprocs=processes, join=False, start_method="spawn")
-    assert started is not None
+    started = start(_enter, (setup,), processes, str(setup.planned.config.device))
     try:
         # Only where somebody looks: None leaves it out of files.
         what = {"desc": "measuring this machine", "bar_format": "{desc}: {elapsed}"}
@@ -180,8 +180,7 @@ def _rates(planned: Plan, w: Workload, ranks: list[dict[str, Any]], worker: dict
 
 
 def _enter(index: int, setup: Setup) -> None:
-    """Entry of every spawned process: ranks first, the worker last."""
-    die_with_parent()
+    """Entry of every process: ranks first, the worker last."""
     ranks = int(setup.planned.config.ranks or 1)
     with _lower_noise():
         found = worker_rates(setup) if index == ranks else _rank(index, ranks, setup)

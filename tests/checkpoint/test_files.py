@@ -1,6 +1,5 @@
 """What is written is read, to the bit, and nothing half done ever counts."""
 
-import multiprocessing as mp
 import os
 import shutil
 from dataclasses import replace
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 
 from slidedp.checkpoint.folder import Progress, checkpoints
 from slidedp.checkpoint.resume import check, load, verify
+from slidedp.host.start import import_ahead
 from slidedp.host.state import HostState
 from slidedp.model.units import Parameter, Unit
 from tests.checkpoint.contents import CONFIG, SIZES, arrays, loaded
@@ -71,8 +71,7 @@ def test_a_killed_save_leaves_the_last_good_checkpoint(tmp_path):
     units = make_units(SIZES)
     old, new = filled(units, 1), filled(units, 2)
     wanted = {1: (Progress(1, 0), arrays(old)), 2: (Progress(2, 1), arrays(new))}
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["slidedp.rank", "slidedp.host.worker", "torch.distributed"])
+    context = import_ahead()
     ours, theirs = context.Pipe()
     process = context.Process(target=save_and_die, args=(units, tmp_path, theirs))
     process.start()

@@ -18,10 +18,10 @@ SHARE = 0.1
 
 
 def spawned(index: int, ranks: int, *rest: Any, seed: int = 0, blind: str | None = None) -> None:
-    """`slidedp.processes._spawned` with delays in every rank. `blind` names the stream that waits for
+    """`slidedp.processes._enter` with delays in every rank. `blind` names the stream that waits for
     nothing."""
     with streams_shaken(Random(f"{seed} {index}"), blind):
-        processes._spawned(index, ranks, *rest)
+        processes._enter(index, ranks, *rest)
 
 
 @contextmanager

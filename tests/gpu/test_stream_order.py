@@ -22,7 +22,7 @@ def here(config: Config, tmp_path: Path) -> Config:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_delays_on_streams_change_nothing(here, monkeypatch, seed):
-    monkeypatch.setattr(processes, "_spawned", partial(spawned, seed=seed))
+    monkeypatch.setattr(processes, "_enter", partial(spawned, seed=seed))
     agree(here)
 
 
@@ -39,6 +39,6 @@ def test_delays_on_streams_change_nothing(here, monkeypatch, seed):
     ],
 )
 def test_a_stream_that_waits_for_nothing_is_found(here, monkeypatch, blind):
-    monkeypatch.setattr(processes, "_spawned", partial(spawned, blind=blind))
+    monkeypatch.setattr(processes, "_enter", partial(spawned, blind=blind))
     with pytest.raises((AssertionError, RunFailed)):
         agree(here)

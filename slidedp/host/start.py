@@ -1,0 +1,79 @@
+"""How processes are started: those of a run, of a probe, and those that tokenise.
+
+On CPUs they are forked from one that has imported everything, multiprocessing's forkserver. It imports while
+the launcher still prepares the data, serves every later launch too, and ends with the launcher. On GPUs each
+process starts afresh: what torch and its libraries do with CUDA as they load must not be shared.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import torch.multiprocessing as mp
+
+from slidedp.host.process import STOPPING, die_with_parent
+
+IMPORTED = ["slidedp.session"]
+"""Modules that the server imports: all that a process of a run needs."""
+
+
+def import_ahead() -> BaseContext:
+    """Starts the server unless it runs, and returns at once. Processes of the context that it returns are
+    forked from it."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    with _deaf():
+        forkserver.ensure_running()
+    return context
+
+
+def context_of(device: str) -> BaseContext:
+    """What makes pipes and barriers for processes that `start` starts for `device`."""
+    return mp.get_context("spawn") if device == "cuda" else import_ahead()
+
+
+def start(
+    function: Callable[..., None], arguments: tuple[Any, ...], processes: int, device: str
+) -> mp.ProcessContext:
+    """Starts `processes` processes that call `function(index, *arguments)`, and end with this one."""
+    method = context_of(device).get_start_method()
+    # The server has the environment of its own start.
+    environment = dict(os.environ) if method == "forkserver" else {}
+    with _deaf():
+        started = mp.start_processes(
+            _enter,
+            (function, environment, *arguments),
+            nprocs=processes,
+            join=False,
+            daemon=True,
+            start_method=method,
+        )
+    assert started is not None
+    return started
+
+
+def _enter(index: int, function: Callable[..., None], environment: dict[str, str], *arguments: Any) -> None:
+    """Entry of every process."""
+    die_with_parent()
+    if environment:
+        os.environ.clear()
+        os.environ.update(environment)
+    # Where this says "forkserver", Numba makes a named lock, which a process that is killed would leave.
+    mp.set_start_method("spawn", force=True)
+    function(index, *arguments)
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """What is started inside ignores the signals that mean a stop: one that meets a process which still
+    imports must not end it."""
+    previous = {ending: signal.signal(ending, signal.SIG_IGN) for ending in STOPPING}
+    try:
+        yield
+    finally:
+        for ending, handler in previous.items():
+            signal.signal(ending, handler)
