@@ -6,19 +6,36 @@ import shutil
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 
+from slidedp.checkpoint import resume as resuming
 from slidedp.checkpoint.folder import CHECKPOINTS, checkpoints
-from slidedp.checkpoint.resume import load
 from slidedp.config import Config
-from slidedp.data.prepare import is_prepared, sources
+from slidedp.data.prepare import check_samples, is_prepared, prepare, prepare_held_out, sources
+from slidedp.data.samples import Samples
 from slidedp.errors import ConfigError, reason
 from slidedp.host.state import HostState
 from slidedp.model.load import fill_random, load_pretrained
 from slidedp.preflight import Plan
 from slidedp.telemetry import RUN, RunLog, goes_on
+
+SAMPLES, HELD_OUT = "samples", "held-out"
+"""Folders of the run folder that hold the samples made from `data.path` and `data.eval_path`."""
+PREPARING = "preparing"
+"""The one that they are made in."""
+
+
+class Material(NamedTuple):
+    """What a run learns from."""
+
+    tokenizer: Any
+    samples: Samples
+    contents: dict[str, int]
+    """What tells the samples from others; see `check_samples`."""
+    held_out: Samples | None
+    """Of `data.eval_path`."""
 
 
 def new_run_folder(config: Config, source: Path | None) -> Path:
@@ -43,6 +60,38 @@ def new_run_folder(config: Config, source: Path | None) -> Path:
             f"{config.ranks}: give another run_folder, or set ranks={ranks}"
         )
     return folder
+
+
+def prepare_data(preflight: Plan, source: Path | None, folder: Path, tokenizer: Any) -> Material:
+    """Prepares and checks the data. What the run folder has of a run that is resumed from `source` is
+    replaced only when the new is known to be the same."""
+    config, vocabulary = preflight.config, preflight.model.vocab_size
+    making = folder / PREPARING
+    samples = prepare(config.data, tokenizer, config.sequence_length, making / SAMPLES)
+    contents = check_samples(
+        samples,
+        config.batch_size,
+        vocabulary,
+        f"data.path={config.data.path!r}",
+        config.data.eval_fraction,
+    )
+    if source is not None:
+        resuming.check_samples(source, contents)
+    held_out = prepare_held_out(config, tokenizer, vocabulary, making / HELD_OUT)
+    if making.exists():
+        for made in making.iterdir():
+            shutil.rmtree(folder / made.name, ignore_errors=True)
+            made.rename(folder / made.name)
+        making.rmdir()
+    return Material(
+        tokenizer, _in(folder, samples), contents, None if held_out is None else _in(folder, held_out)
+    )
+
+
+def _in(folder: Path, samples: Samples) -> Samples:
+    """The samples where they are once they are made."""
+    made_here = samples.folder.parent == folder / PREPARING
+    return Samples(folder / samples.folder.name) if made_here else samples
 
 
 def load_tokenizer(config: Config) -> Any:
@@ -106,7 +155,7 @@ def fill_state(state: HostState, preflight: Plan, source: Path | None) -> None:
     config = preflight.config
     state.touch()
     if source is not None:
-        load(source, state)
+        resuming.load(source, state)
     elif isinstance(config.model, str) and not config.random_weights:
         load_pretrained(state, config.model)
     else:

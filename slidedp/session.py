@@ -19,19 +19,19 @@ from slidedp.checkpoint import resume as resuming
 from slidedp.checkpoint.folder import ASSETS, CHECKPOINTS, Progress, find, folder_name, remove_partial
 from slidedp.checkpoint.save import Saving, Snapshot
 from slidedp.config import DTYPES, Config
-from slidedp.data.prepare import check_samples, prepare, prepare_held_out
-from slidedp.data.samples import Samples
 from slidedp.errors import ConfigError
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.messages import Profile, Save, SetLayout, Stop
 from slidedp.host.start import import_ahead
 from slidedp.host.state import HostState
 from slidedp.launching import (
+    Material,
     fill_state,
     load_tokenizer,
     new_run_folder,
     no_file_for_the_world,
     nothing_left_on_failure,
+    prepare_data,
 )
 from slidedp.layout import Layout
 from slidedp.listener import Listener
@@ -48,12 +48,6 @@ from slidedp.processes import Processes
 from slidedp.steps import RowReader
 from slidedp.tables import html_table
 from slidedp.telemetry import RUN, TRACES, RunLog, describe, say
-
-SAMPLES = "samples"
-"""Folder of the run folder that holds the samples made from text."""
-HELD_OUT = "held-out"
-"""The same of `data.eval_path`."""
-
 
 GONE = "and its state was given back (by close(), or as it failed): a checkpoint has it if one was saved"
 
@@ -108,24 +102,14 @@ def launch(
     if source is None and isinstance(config.model, str) and not config.random_weights:
         check_pretrained(preflight.units, config.model)
     with no_file_for_the_world(), nothing_left_on_failure(folder):
-        samples = prepare(config.data, tokenizer, config.sequence_length, folder / SAMPLES)
-        check_samples(
-            samples,
-            config.batch_size,
-            preflight.model.vocab_size,
-            f"data.path={config.data.path!r}",
-            config.data.eval_fraction,
-        )
-        if source is not None:
-            resuming.check_samples(source, samples.count)
-        held_out = prepare_held_out(config, tokenizer, preflight.model.vocab_size, folder / HELD_OUT)
+        material = prepare_data(preflight, source, folder, tokenizer)
         if not config.tune:
-            return Run(preflight, folder, samples, tokenizer, source, start, held_out, on_step)
+            return Run(preflight, folder, material, source, start, on_step)
         begun = time.monotonic()
         rates = probe(preflight)
         predicted = AutoPolicy(preflight, rates).decide_all()
         spent = time.monotonic() - begun
-        run = Run(under(preflight, predicted), folder, samples, tokenizer, source, start, held_out, on_step)
+        run = Run(under(preflight, predicted), folder, material, source, start, on_step)
         run.tune(rates, preflight, spent)
         return run
 
@@ -139,15 +123,13 @@ class Run:
         self,
         preflight: Plan,
         folder: Path,
-        samples: Samples,
-        tokenizer: Any,
+        material: Material,
         source: Path | None,
         start: Progress,
-        held_out: Samples | None = None,
         on_step: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
         """`source`: the checkpoint to start from, which stands at `start`."""
-        self.plan, self.folder, self.tokenizer = preflight, folder, tokenizer
+        self.plan, self.folder, self.tokenizer = preflight, folder, material.tokenizer
         self.config = config = preflight.config
         self.layout = config.layout
         self.status = "starting"
@@ -156,7 +138,7 @@ class Run:
         self.trouble: str | None = None
         """What is wrong while the run goes on: a process that is stalled, and where; or too little memory."""
         model = skeleton(preflight.model)
-        flops = flops_per_token(model, samples.attended_length())
+        flops = flops_per_token(model, material.samples.attended_length())
         self._device_limit = preflight.device_limit  # before the run took its own memory
         self._landings: list[Landing] = []
         self.stopping = False
@@ -171,7 +153,7 @@ class Run:
         self._listener: Listener | None = None
         description = self._description(flops, start.step)
         self._saving = Saving(
-            folder / CHECKPOINTS, folder / ASSETS, {**description, "samples": samples.count}, start
+            folder / CHECKPOINTS, folder / ASSETS, {**description, "samples": material.contents}, start
         )
         self._progress = start
         """As far as the worker has reported its updates."""
@@ -187,15 +169,15 @@ class Run:
                 preflight.model,
                 self._state.handle,
                 self._landings[0].handle,
-                Path(samples.folder).absolute(),
+                material.samples.folder.absolute(),
                 self._saving,
                 folder / TRACES,
-                None if held_out is None else Path(held_out.folder).absolute(),
+                None if material.held_out is None else material.held_out.folder.absolute(),
             )
             try:
                 fill_state(self._state, preflight, source)
                 self._mark("state loaded")
-                write_assets(preflight.model, "bfloat16", tokenizer, folder / ASSETS)
+                write_assets(preflight.model, "bfloat16", self.tokenizer, folder / ASSETS)
                 goes_on = (folder / RUN).exists()
                 self.log = (
                     RunLog.resume(folder, description, start.step)

@@ -19,6 +19,8 @@ from slidedp.model.units import Unit
 
 CALLS = ((os, "mkdir"), (os, "fsync"), (os, "rename"), (os, "unlink"), (zlib, "crc32"))
 """Between two of them lies everything that a save does; the last one is called for each piece written."""
+CONTENTS = {"count": 9, "input_ids.npy": 5, "labels.npy": 7}
+"""What tells the samples of `saving` from others."""
 
 
 def filled(units: tuple[Unit, ...], version: int, dtype: torch.dtype = torch.float32) -> HostState:
@@ -38,7 +40,7 @@ def saving(folder: Path) -> Saving:
     (folder / "assets").mkdir(exist_ok=True)
     (folder / "assets" / "config.json").write_text("{}")
     config = {"seed": 0, "batch_size": 8, "sequence_length": 1024, "data": {"eval_fraction": 0.0}}
-    return Saving(folder, folder / "assets", {"config": config, "samples": 9}, Progress())
+    return Saving(folder, folder / "assets", {"config": config, "samples": CONTENTS}, Progress())
 
 
 def save(state: HostState, version: int, folder: Path, keep_last: int = 1) -> dict[str, Any]:

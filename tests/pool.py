@@ -205,7 +205,7 @@ def saving(folder: Path, config: Config, start: Progress = Progress()) -> Saving
     """What a worker needs to write checkpoints of `config` to `folder`."""
     assets = folder / "assets"
     assets.mkdir(parents=True, exist_ok=True)
-    return Saving(folder, assets, {"config": dataclasses.asdict(config), "samples": 0}, start)
+    return Saving(folder, assets, {"config": dataclasses.asdict(config), "samples": {}}, start)
 
 
 class Outcome:

@@ -13,7 +13,7 @@ CHECKPOINTS = "checkpoints"
 """Folder of the run folder that holds the checkpoints."""
 LATEST = "latest"
 INDEX, ASSETS = "index.json", "assets"
-FORMAT = 1
+FORMAT = 2
 
 
 class Progress(NamedTuple):

@@ -63,13 +63,18 @@ def check(folder: Path, units: tuple[Unit, ...], config: Config) -> Progress:
     return Progress(index["step"], index["updates"])
 
 
-def check_samples(folder: Path, count: int) -> None:
-    """Refuses data that are not those of the checkpoint."""
+def check_samples(folder: Path, found: dict[str, int]) -> None:
+    """Refuses data that are not those of the checkpoint; see `slidedp.data.prepare.check_samples`."""
     saved = read_index(folder)["samples"]
-    if saved != count:
-        raise ConfigError(
-            f"data.path: {count} samples, the checkpoint was written with {saved}: give the data of that run"
-        )
+    if saved == found:
+        return
+    given, written = f"{found['count']} samples", f"{saved['count']}"
+    if found["count"] == saved["count"]:
+        given, written = "other tokens, targets or documents", "as many samples"
+    raise ConfigError(
+        f"data.path: {given}, the checkpoint was written with {written}: give the data, the tokenizer and "
+        "the packing of that run"
+    )
 
 
 def load(folder: Path, state: HostState) -> None:

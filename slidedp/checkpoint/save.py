@@ -39,7 +39,7 @@ class Saving(NamedTuple):
     assets: Path
     """Folder of the files that go into each checkpoint's `assets`."""
     description: dict[str, Any]
-    """Plain values for the index: at least `config` and `samples`, the number of samples."""
+    """Plain values for the index: at least `config` and `samples`, what `check_samples` returns."""
     start: Progress
     """Where the run began: not at 0 if it was resumed."""
 

@@ -7,6 +7,7 @@ from there to the samples a block at a time.
 import dataclasses
 import tempfile
 import warnings
+import zlib
 from array import array
 from pathlib import Path
 from typing import IO
@@ -159,11 +160,12 @@ def _fitting(data: Data, document: Encoded, sequence_length: int) -> Encoded | N
 
 def check_samples(
     samples: Samples, batch_size: int, vocab_size: int, source: str | None = None, held_out: float = 0.0
-) -> None:
+) -> dict[str, int]:
     """Refuses samples that cannot fill one batch, or that a model of `vocab_size` cannot read.
 
     `source` is what the user knows them by; None takes their folder. The fraction `held_out` of them
-    fills no batch.
+    fills no batch. Returns what tells them from others: their `count`, and the CRC-32 of each array by the
+    name of its file.
     """
     source = source or str(samples.folder)
     count = len(split(samples.count, held_out, seed=0)[0])
@@ -173,22 +175,29 @@ def check_samples(
             f"{samples.length} tokens, batch_size is {batch_size}: give more text, or lower "
             "batch_size or sequence_length"
         )
+    arrays = {INPUT_IDS: samples.input_ids, LABELS: samples.labels}
+    if samples.position_ids is not None:
+        arrays[POSITION_IDS] = samples.position_ids
+    sums = dict.fromkeys(arrays, 0)
     rows, has_target = max(1, SCAN // samples.length), False
     with progress("checking", samples.count, " sequences") as bar:
         for start in range(0, samples.count, rows):
-            input_ids, labels = (a[start : start + rows] for a in (samples.input_ids, samples.labels))
-            targets = labels[labels != IGNORED]
+            block = {name: array[start : start + rows] for name, array in arrays.items()}
+            targets = block[LABELS][block[LABELS] != IGNORED]
             has_target |= targets.size > 0
-            _check_ids(f"{source}: {INPUT_IDS}", input_ids, vocab_size)
+            _check_ids(f"{source}: {INPUT_IDS}", block[INPUT_IDS], vocab_size)
             _check_ids(f"{source}: {LABELS}", targets, vocab_size)
-            if samples.position_ids is not None:
-                _check_positions(f"{source}: {POSITION_IDS}", samples.position_ids[start : start + rows])
-            bar.update(len(input_ids))
+            if POSITION_IDS in block:
+                _check_positions(f"{source}: {POSITION_IDS}", block[POSITION_IDS])
+            for name, part in block.items():
+                sums[name] = zlib.crc32(np.ascontiguousarray(part).data, sums[name])
+            bar.update(len(block[INPUT_IDS]))
     if not has_target:
         raise ConfigError(
             f"{source}: {LABELS}: every label is {IGNORED}, so there is nothing to learn: "
             "prepare the samples with targets"
         )
+    return {"count": samples.count, **sums}
 
 
 def _check_ids(where: str, ids: np.ndarray, vocab_size: int) -> None:

@@ -5,17 +5,22 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from transformers import Qwen3Config
 
-from slidedp import ConfigError
+from slidedp import Config, ConfigError, Data, plan
 from slidedp.checkpoint.folder import ASSETS, INDEX, find
 from slidedp.checkpoint.resume import check, check_samples, load, verify
+from slidedp.data.samples import Samples, write_samples
+from slidedp.data.stdlib import stdlib_files, train_tokenizer
 from slidedp.host.state import HostState, state_bytes
+from slidedp.launching import nothing_left_on_failure, prepare_data
 from slidedp.model.units import Parameter, Unit
 from tests.checkpoint.contents import CONFIG, SIZES, loaded
 from tests.host.bench import make_units
-from tests.killing import filled, save
+from tests.killing import CONTENTS, filled, save
 from tests.launching import nothing_left
 
 
@@ -81,9 +86,37 @@ def test_settings_that_decide_the_data_must_be_the_same(good):
             check(good, make_units(SIZES), replace(CONFIG, **{name: value}))
     with pytest.raises(ConfigError, match="steps=1: the checkpoint has done 1 already"):
         check(good, make_units(SIZES), replace(CONFIG, steps=1))
-    check_samples(good, 9)
+    check_samples(good, CONTENTS)
     with pytest.raises(ConfigError, match="8 samples, the checkpoint was written with 9"):
-        check_samples(good, 8)
+        check_samples(good, CONTENTS | {"count": 8})
+    for other in (CONTENTS | {"labels.npy": 8}, CONTENTS | {"position_ids.npy": 7}):
+        with pytest.raises(ConfigError, match="other tokens, targets or documents, the checkpoint was"):
+            check_samples(good, other)
+
+
+def test_refused_data_leave_those_of_the_run(tmp_path, good):
+    """Text is made into samples before it can be compared with what the checkpoint was written with."""
+    run, corpus = tmp_path / "run", tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.txt").write_text("some other text " * 50)
+    samples = np.arange(60, dtype=np.int32).reshape(10, 6)
+    write_samples(run / "samples", samples, samples)
+    small = {"num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 300}
+    config = Config(
+        model=Qwen3Config(**small, num_attention_heads=2, num_key_value_heads=1, head_dim=4),
+        data=Data(path=corpus),
+        sequence_length=8,
+        batch_size=2,
+        device="cpu",
+    )
+    tokenizer = train_tokenizer(stdlib_files(50_000), 300)
+    with pytest.raises(ConfigError, match="the checkpoint was written with 9"), nothing_left_on_failure(run):
+        prepare_data(plan(config), good, run, tokenizer)
+    assert list(run.iterdir()) == [run / "samples"]
+    assert (Samples(run / "samples").input_ids == samples).all()
+    material = prepare_data(plan(config), None, run, tokenizer)
+    assert material.samples.folder == run / "samples" and list(run.iterdir()) == [run / "samples"]
+    assert material.samples.count == material.contents["count"] and material.samples.length == 8
 
 
 def test_what_holds_no_checkpoint_is_refused(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from slidedp import Checkpoint, CheckpointFailed, ConfigError, Layout, RunFailed, cli, launch
 from slidedp.checkpoint.resume import verify
+from slidedp.data.samples import Samples, write_samples
 from slidedp.steps import StepReader
 from tests.checkpoint.contents import arrays
 from tests.launching import DEADLINE, nothing_left, small_config, until
@@ -76,6 +77,10 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path, capsys):
     alone = replace(config, run_folder=str(tmp_path / "whole"))
     with pytest.raises(ConfigError, match="holds the metrics of 2 rank"):
         launch(replace(config, ranks=1), resume="latest")
+    samples, elsewhere = Samples(config.data.path), tmp_path / "other data"
+    write_samples(elsewhere, samples.input_ids, samples.labels[::-1])
+    with pytest.raises(ConfigError, match="other tokens, targets or documents"):
+        launch(replace(config, data=replace(config.data, path=str(elsewhere))), resume="latest")
     shard, log = second / "layers.2.safetensors", Path(config.run_folder, "events.jsonl")
     whole_shard, events = shard.read_bytes(), log.read_bytes()
     shard.write_bytes(whole_shard[:-9] + bytes([whole_shard[-9] ^ 4]) + whole_shard[-8:])
