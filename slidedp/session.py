@@ -158,7 +158,7 @@ class Run:
         self._progress = start
         """As far as the worker has reported its updates."""
         # In memory only: a checkpoint that turns out to be damaged must leave the folder's log as it is.
-        self.log = starting = RunLog(folder, description, [])
+        self.log = starting = RunLog(folder, description)
         try:
             self._mark("launched")
             self._state = HostState(preflight.units, DTYPES[str(config.compute_dtype)])

@@ -1,4 +1,4 @@
-"""What a run reports: one stream of events, on disk as JSON lines, in memory as DataFrames.
+"""What a run reports: one stream of events, on disk as JSON lines, for its readers as DataFrames.
 
 The same class reads a live run and a finished one (`open_run`).
 """
@@ -10,6 +10,8 @@ import json
 import math
 import sys
 import threading
+from collections import defaultdict, deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,10 @@ ROUTED = ("router_loss", "expert_load")
 """Metrics of a mixture of experts; rank 0 reports them for all."""
 TRACES = "traces"
 """Folder of the run folder that `Run.profile` writes to."""
+DETAILS = ("timeline", "spans")
+"""What is long in an event: the rank's spans of a sampled step, and the worker's."""
+DETAILED = 64
+"""Events whose details stay in memory, the latest; those of others are read from the file."""
 
 
 def say(text: str) -> None:
@@ -40,15 +46,21 @@ def say(text: str) -> None:
 
 
 class RunLog:
-    """Events of one run. Appending is thread-safe; reading gives DataFrames of what is there."""
+    """Events of one run. Appending is thread-safe; reading gives DataFrames of what is there.
 
-    def __init__(self, folder: Path, description: dict[str, Any], events: list[dict[str, Any]]) -> None:
+    A run of days has hundreds of thousands of events. In memory they are about 1 KiB each.
+    """
+
+    def __init__(self, folder: Path, description: dict[str, Any]) -> None:
         self.folder, self.description = folder, description
-        self._events = events
+        self._events: list[dict[str, Any]] = []
+        self._of_kind: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
+        self._detailed: deque[tuple[dict[str, Any], range]] = deque()
+        """Events with details, and their places in the file."""
         self._lock = threading.Lock()
         self._file: Any = None
-        self._unwritten = bytearray()
-        """What the disk has not taken yet."""
+        self._written, self._unwritten = 0, bytearray()
+        """Bytes of the file, and what the disk has not taken yet."""
         self._held: Any = None
         """The open file whose lock says that a run goes on."""
         self.trouble: str | None = None
@@ -59,20 +71,23 @@ class RunLog:
         """Starts a run folder."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / RUN).write_text(json.dumps(description, indent=1))
-        log = cls(folder, description, [])
+        log = cls(folder, description)
         log._open()
         return log
 
     @classmethod
     def resume(cls, folder: Path, description: dict[str, Any], step: int) -> "RunLog":
         """Goes on with a run folder from `step`: what it holds of later steps was lost with its run."""
-        log = cls.read(folder)
-        log.description = description | {"first_step": log.description.get("first_step", 0)}
-        (folder / RUN).write_text(json.dumps(log.description, indent=1))
-        log._events = [e for e in log._events if e["kind"] != "end" and e.get("step", -1) < step + _done(e)]
+        first = cls.read(folder).description.get("first_step", 0)
+        (folder / RUN).write_text(json.dumps(description | {"first_step": first}, indent=1))
         partial = folder / f".{EVENTS}.partial"
-        partial.write_text("".join(json.dumps(event) + "\n" for event in log._events))
+        with open(partial, "wb") as file:
+            for line in _lines(folder / EVENTS):
+                event = json.loads(line)
+                if event["kind"] != "end" and event.get("step", -1) < step + _done(event):
+                    file.write(line)
         partial.replace(folder / EVENTS)
+        log = cls.read(folder)
         log._open()
         return log
 
@@ -80,11 +95,11 @@ class RunLog:
     def read(cls, folder: Path) -> "RunLog":
         """A run folder of this or an earlier process."""
         try:
-            description = json.loads((folder / RUN).read_text())
-            text = (folder / EVENTS).read_text()
-            # The last line of a run that goes on, or that was killed, may not be whole yet.
-            lines = text[: text.rfind("\n") + 1].splitlines()
-            return cls(folder, description, [json.loads(line) for line in lines])
+            log = cls(folder, json.loads((folder / RUN).read_text()))
+            for line in _lines(folder / EVENTS):
+                start, log._written = log._written, log._written + len(line)
+                log._keep(json.loads(line), range(start, log._written))
+            return log
         except OSError as error:
             raise ConfigError(f"{folder}: not a run folder ({error.strerror}: {error.filename})") from error
         except ValueError as error:
@@ -101,16 +116,42 @@ class RunLog:
         """Appends an event, to the file too while the run goes on. What a full disk does not take waits in
         memory until it does."""
         with self._lock:
-            self._events.append(event)
+            start = stop = self._written + len(self._unwritten)
             if self._file is not None:
                 self._unwritten += (json.dumps(event) + "\n").encode()
+                stop = self._written + len(self._unwritten)
                 self._write()
+            self._keep(event, range(start, stop))
+
+    def _keep(self, event: dict[str, Any], place: range) -> None:
+        """Keeps an event that is at `place` in the file, and lets go of the details of one before."""
+        event = {sys.intern(name): value for name, value in event.items()}
+        self._events.append(event)
+        self._of_kind[event["kind"]].append(event)
+        if any(name in event for name in DETAILS):
+            self._detailed.append((event, place))
+        while len(self._detailed) > DETAILED and 0 < self._detailed[0][1].stop <= self._written:
+            old, place = self._detailed.popleft()
+            for name in DETAILS:
+                if name in old:
+                    old[name] = place.start
+
+    def _details(self, event: dict[str, Any], name: str) -> list[Any]:
+        """The event's details `name`, from the file where memory has only its place there."""
+        found = event.get(name, [])
+        if not isinstance(found, int):
+            return found
+        with open(self.folder / EVENTS, "rb") as file:
+            file.seek(found)
+            return json.loads(file.readline())[name]
 
     def _write(self) -> None:
         before, self.trouble = self.trouble, None
         try:
             while self._unwritten:
-                del self._unwritten[: self._file.write(self._unwritten)]
+                taken = self._file.write(self._unwritten)
+                del self._unwritten[:taken]
+                self._written += taken
         except OSError as error:
             self.trouble = f"{self.folder / EVENTS}: {error.strerror}: events wait in memory, make room"
             if before is None:
@@ -126,9 +167,10 @@ class RunLog:
                 self._file = None
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """All events of one kind, in the order in which they came."""
+        """All events of one kind, in the order in which they came. Of most sampled steps they hold, for the
+        spans, a place in the file: `timeline` and `worker_spans` read it."""
         with self._lock:
-            return [event for event in self._events if event["kind"] == kind]
+            return list(self._of_kind[kind])
 
     def events_since(self, index: int) -> list[dict[str, Any]]:
         """All events from the `index`-th on, so that a reader which counts them reads each once."""
@@ -164,10 +206,12 @@ class RunLog:
     @property
     def steps_done(self) -> int:
         """Steps whose compute has been reported by every rank, those before a resume included."""
-        last = {event["rank"]: event["step"] for event in self.events("step")}
-        if len(last) < int(self.description["ranks"]):
-            return int(self.description.get("first_step", 0))
-        return min(last.values()) + 1
+        last: dict[int, int] = {}
+        for event in reversed(self.events("step")):
+            last.setdefault(event["rank"], event["step"])
+            if len(last) == int(self.description["ranks"]):
+                return min(last.values()) + 1
+        return int(self.description.get("first_step", 0))
 
     @property
     def peak_tflops(self) -> float | None:
@@ -278,19 +322,29 @@ class RunLog:
         began the step. The worker's spans (rank -1, track `update`) count from when rank 0's did."""
         columns = ["rank", "track", "unit", "phase", "start", "end"]
         events = [e for e in self.events("step") if e["step"] == step]
-        rows = [(e["rank"], *span) for e in events for span in e.get("timeline", ())]
+        rows = [(e["rank"], *span) for e in events for span in self._details(e, "timeline")]
         issued = next((e["began"] for e in events if e["rank"] == 0), 0.0)
-        for update in self.events("update"):
-            if update["step"] == step:
-                rows += [
-                    (-1, "update", unit, "update", (start - issued) * 1e3, (end - issued) * 1e3)
-                    for unit, start, end in update.get("spans", ())
-                ]
+        rows += [
+            (-1, "update", unit, "update", (start - issued) * 1e3, (end - issued) * 1e3)
+            for unit, start, end in self.worker_spans(step)
+        ]
         return pd.DataFrame(rows, columns=columns)
+
+    def worker_spans(self, step: int) -> list[tuple[str, float, float]]:
+        """(unit, start, end) of what the worker updated in a sampled step, in seconds since the epoch."""
+        return [
+            span for e in self.events("update") if e["step"] == step for span in self._details(e, "spans")
+        ]
 
     def sampled_steps(self) -> list[int]:
         """Steps that have a full timeline."""
         return sorted({e["step"] for e in self.events("step") if "timeline" in e})
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    """The file's lines. The last one of a run that goes on, or that was killed, may not be whole yet."""
+    with open(file, "rb") as events:
+        yield from (line for line in events if line.endswith(b"\n"))
 
 
 def _done(event: dict[str, Any]) -> int:

@@ -116,11 +116,10 @@ class RankTrace:
 class Recording:
     """The traces of all ranks over steps `first`, `first + 1`, ..."""
 
-    folder: Path
+    log: RunLog = field(repr=False)
+    """Of the run: it knows when the optimizer worker updated what."""
     first: int
     ranks: tuple[RankTrace, ...]
-    updates: list[dict[str, Any]] = field(repr=False)
-    """The optimizer worker's events of the run, which know when it updated what."""
 
     @property
     def steps(self) -> list[int]:
@@ -171,7 +170,7 @@ def load(source: RunLog | str | Path, first: int | None = None) -> Recording:
     if first not in found:
         raise ConfigError(f"first={first}: {log.folder} has recordings that begin with steps {found}")
     ranks = tuple(RankTrace(rank, path) for rank, path in sorted(_files(log.folder)[first].items()))
-    return Recording(log.folder, first, ranks, log.events("update"))
+    return Recording(log, first, ranks)
 
 
 def _files(folder: Path) -> dict[int, dict[int, Path]]:
@@ -199,8 +198,10 @@ def timeline(recording: Recording, step: int | None = None) -> pd.DataFrame:
         parts.append(
             own.assign(rank=trace.rank, start=(own["ts"] + offset) / 1e3, end=(own["end"] + offset) / 1e3)
         )
-    spans = [s for e in recording.updates if e["step"] == step for s in e.get("spans", ())]
-    worker = [(-1, "update", u, "update", s * 1e3 - began / 1e3, e * 1e3 - began / 1e3) for u, s, e in spans]
+    worker = [
+        (-1, "update", unit, "update", start * 1e3 - began / 1e3, end * 1e3 - began / 1e3)
+        for unit, start, end in recording.log.worker_spans(step)
+    ]
     parts.append(pd.DataFrame(worker, columns=TIMELINE))
     return pd.concat([part[TIMELINE] for part in parts if len(part)], ignore_index=True)
 

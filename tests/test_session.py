@@ -23,7 +23,6 @@ from slidedp.policy.tune import Tuner
 from slidedp.policy.workload import workload_of
 from slidedp.preflight import plan
 from slidedp.processes import Processes
-from slidedp.telemetry import RunLog
 from tests.launching import DEADLINE, LENGTH, VOCABULARY, alive, nothing_left, script, small_config, until
 
 STEPS = 45
@@ -105,25 +104,6 @@ def test_the_run_folder_tells_the_same(finished, tmp_path):
         (tmp_path / name).write_text("{half\n")
         with pytest.raises(ConfigError, match="is not as a run wrote it"):
             open_run(tmp_path)
-
-
-def test_events_wait_for_a_disk_that_is_full(tmp_path, capsys):
-    log = RunLog.create(tmp_path, {})
-    events = [{"kind": "mark", "what": str(i)} for i in range(4)]
-    log.add(events[0])
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "events.jsonl").stat().st_size + 9, hard))
-    try:
-        log.add(events[1])
-        log.add(events[2])
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert "File too large" in log.trouble and len(log.events("mark")) == 3
-    log.add(events[3])
-    assert log.trouble is None
-    log.close()
-    assert open_run(tmp_path).events("mark") == events
-    assert capsys.readouterr().err.count("events wait in memory") == 1
 
 
 def test_a_sampled_step_has_every_rank_and_track(finished):

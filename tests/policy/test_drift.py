@@ -34,7 +34,7 @@ class Steps:
     """A log of steps as a machine with some rates would report them."""
 
     def __init__(self, policy: AutoPolicy) -> None:
-        self.log = RunLog(Path("unused"), {"ranks": RANKS, "memory": {}}, [])
+        self.log = RunLog(Path("unused"), {"ranks": RANKS, "memory": {}})
         self._workload, self.layout, self._next = policy.workload, policy.layout, 0
 
     def run(self, rates: Rates, count: int, factor: float = 1.0) -> float:
