@@ -22,19 +22,21 @@ to all processes at once, but only the launcher may act on them."""
 
 
 def die_with_parent() -> None:
-    """Leaves signals that mean a stop to the launcher, and ends with it: the kernel kills this process when
-    the launcher's end of the pipe between them closes, whatever its threads do.
-
-    PR_SET_PDEATHSIG would go by the thread that started us, or by the server that we are forked from.
-    """
+    """Leaves signals that mean a stop to the launcher, and ends with it: the kernel kills this process,
+    whatever its threads do."""
     for ending in STOPPING:
         signal.signal(ending, signal.SIG_IGN)
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     launcher = multiprocessing.parent_process()
     assert launcher is not None
-    pipe = launcher.sentinel
-    fcntl.fcntl(pipe, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+    # The parent of a forked process is the server, which lives as long as any of them. What tells of the
+    # launcher is its end of a pipe: when that closes, SIGKILL is what we get.
+    with contextlib.suppress(OSError):  # a kernel that cannot: the next message to the launcher fails
+        fcntl.fcntl(launcher.sentinel, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(launcher.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+        flags = fcntl.fcntl(launcher.sentinel, fcntl.F_GETFL)
+        fcntl.fcntl(launcher.sentinel, fcntl.F_SETFL, flags | os.O_ASYNC)
     if not launcher.is_alive():  # it died while we imported: no signal will come
         raise SystemExit(1)
 
