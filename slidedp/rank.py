@@ -48,6 +48,7 @@ from slidedp.model.families import (
 )
 from slidedp.model.loss import IGNORED, piece_gradient, piece_statistics, softmax_gradient
 from slidedp.model.units import frozen_units
+from slidedp.stream.context import Context
 from slidedp.stream.device import Abort, Aborted, Device
 from slidedp.stream.functions import Batch, ModelFunctions, Passed
 from slidedp.stream.gates import Gates
@@ -102,6 +103,7 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
     functions = model_functions(config, setup.model, device, state.dtype, bounded)
     order = Order(len(learnt), config.batch_size, config.seed)
     per_rank = config.micro_batch_size // ranks
+    context = Context(config, device, rank, state, gates, functions, abort)
 
     registered: set[int] = set()  # units whose FP32 state this GPU reaches
 
@@ -116,8 +118,7 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
             for array in arrays if state.dtype == torch.bfloat16 else arrays[1:]:
                 device.register(array)
             registered.add(index)
-        engine = Engine(config, layout, device, rank, state, landing, gates, functions, abort)
-        return engine, landing
+        return Engine(context, layout, landing), landing
 
     def release(engine: Engine, landing: Landing) -> None:
         engine.close()

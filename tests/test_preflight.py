@@ -16,6 +16,7 @@ from slidedp.host.state import HostState
 from slidedp.model.families import skeleton
 from slidedp.preflight import FRUGAL, GIB, under
 from slidedp.stream.buffers import Buffers
+from slidedp.stream.context import Context
 from slidedp.stream.device import Abort, Device
 from slidedp.stream.stash import ActivationStash
 from slidedp.stream.update import ShardUpdate
@@ -101,7 +102,9 @@ def test_update_buffers_are_exactly_as_said(resident, monkeypatch):
         return torch.zeros(numel, dtype=dtype)
 
     monkeypatch.setattr(device, "zeros", zeros)
-    ShardUpdate(device, said.config, said.config.layout, None, None, state, None, 1, 2, Abort())
+    context = Context(said.config, device, 1, state, None, None, Abort())
+    assert context.ranks == 2
+    ShardUpdate(context, said.config.layout, None, None)
     state.close()
     names = ("update buffers", "resident FP32 state", "gradients that wait for their update")
     assert sum(said.device.get(name, 0) for name in names) == sum(taken) > 0

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from slidedp.config import Config
 from slidedp.host.landing import Landing
 from slidedp.host.process import doing
-from slidedp.host.state import HostState
 from slidedp.layout import Layout
 from slidedp.model.experts import Experts, Routing
 from slidedp.model.families import LayerFunction
@@ -24,9 +22,8 @@ from slidedp.model.tiles import tiled
 from slidedp.model.units import Unit
 from slidedp.stream.activations import Activations, Keep, LayerCall, Offload, Parameters, Recompute, Spill
 from slidedp.stream.buffers import Buffers, is_tied
-from slidedp.stream.device import Abort, Device
-from slidedp.stream.functions import Batch, ModelFunctions, Passed
-from slidedp.stream.gates import Gates
+from slidedp.stream.context import Context
+from slidedp.stream.functions import Batch, Passed
 from slidedp.stream.program import Visits
 from slidedp.stream.signals import Step
 from slidedp.stream.timeline import Timeline
@@ -37,22 +34,11 @@ from slidedp.stream.vocabulary import Vocabulary
 class Engine:
     """Runs steps under one layout. A new layout is a new engine over the same state."""
 
-    def __init__(
-        self,
-        config: Config,
-        layout: Layout,
-        device: Device,
-        rank: int,
-        state: HostState,
-        landing: Landing,
-        gates: Gates,
-        functions: ModelFunctions,
-        abort: Abort,
-    ) -> None:
+    def __init__(self, context: Context, layout: Layout, landing: Landing) -> None:
+        config, device, functions = context.config, context.device, context.functions
         self.config, self.layout, self.device = config, layout, device
-        self.functions, self.abort = functions, abort
-        self.units, self.dtype = state.units, state.dtype
-        self.ranks = int(config.ranks or 1)
+        self.functions, self.abort, self.ranks = functions, context.abort, context.ranks
+        self.units, self.dtype = context.state.units, context.state.dtype
         self.tied = is_tied(self.units)
         layers = len(self.units) - 2
         self.visits = Visits(layers)
@@ -63,19 +49,7 @@ class Engine:
             cut = self.units, layout, self.ranks, self.dtype
             visit = functools.partial(_Visit, self)
             self.vocabulary = Vocabulary(device, *cut, self.buffers, visit, functions.pieces)
-        self.transfers = Transfers(
-            config,
-            layout,
-            device,
-            rank,
-            state,
-            landing,
-            gates,
-            self.buffers,
-            self.vocabulary,
-            functions.experts is not None,
-            abort,
-        )
+        self.transfers = Transfers(context, layout, landing, self.buffers, self.vocabulary)
         # A token's share of the mean: constant, so that no rank waits for the others' counts. The
         # worker rescales by the true global count of targets.
         tokens = config.micro_batch_size // self.ranks * config.sequence_length

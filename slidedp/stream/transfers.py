@@ -13,17 +13,15 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from slidedp.config import Config
 from slidedp.host.landing import Landing
 from slidedp.host.messages import Landed, Written
 from slidedp.host.process import doing
-from slidedp.host.state import HostState
 from slidedp.layout import Layout
 from slidedp.model.units import Unit, chunks
 from slidedp.stream.buffers import Buffers, Elements, is_tied
+from slidedp.stream.context import Context
 from slidedp.stream.delivery import Delivery, make_delivery
-from slidedp.stream.device import Abort, Device, on
-from slidedp.stream.gates import Gates
+from slidedp.stream.device import on
 from slidedp.stream.program import (
     Balance,
     Deliver,
@@ -46,33 +44,27 @@ from slidedp.stream.vocabulary import Vocabulary
 
 
 class Transfers:
-    """All that moves under one layout. `routed`: the layers choose experts."""
+    """All that moves under one layout."""
 
     def __init__(
         self,
-        config: Config,
+        context: Context,
         layout: Layout,
-        device: Device,
-        rank: int,
-        state: HostState,
         landing: Landing,
-        gates: Gates,
         buffers: Buffers,
         vocabulary: Vocabulary | None,
-        routed: bool,
-        abort: Abort,
     ) -> None:
-        self._layout, self._device, self._rank = layout, device, rank
-        self._ranks, self._passes = int(config.ranks or 1), config.gradient_accumulation
-        self._state, self._landing, self._gates, self._abort = state, landing, gates, abort
-        self.buffers, self.vocabulary, self._routed = buffers, vocabulary, routed
+        config, device, state = context.config, context.device, context.state
+        self._layout, self._device, self._rank = layout, device, context.rank
+        self._ranks, self._passes = context.ranks, config.gradient_accumulation
+        self._state, self._landing, self._gates, self._abort = state, landing, context.gates, context.abort
+        self.buffers, self.vocabulary = buffers, vocabulary
         self._units, self._tied = state.units, is_tied(state.units)
+        self._routed = context.functions.experts is not None
         layers = len(self._units) - 2
         self._visits, self._modes = Visits(layers), layout.activation_modes(layers)
         self._transport = self._make_transport(config.gradient_dtype)
-        self._updates = ShardUpdate(
-            device, config, layout, buffers, self._transport, state, gates, rank, self._ranks, abort
-        )
+        self._updates = ShardUpdate(context, layout, buffers, self._transport)
         width = self._units[-1].parameters[-1].numel
         self.stash = ActivationStash(device, config, width, self._modes, state.dtype)
         self.spill = SpillStore(device)

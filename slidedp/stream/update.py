@@ -18,16 +18,14 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from slidedp.config import Config
 from slidedp.host.groups import Segment, segments
 from slidedp.host.messages import Coefficients
-from slidedp.host.state import HostState
 from slidedp.layout import Layout
 from slidedp.model.units import Unit, chunks, frozen_units, padded_numel, shard
 from slidedp.stream.adamw import adamw_update
 from slidedp.stream.buffers import Buffers
-from slidedp.stream.device import Abort, Device, Signal, on
-from slidedp.stream.gates import Gates
+from slidedp.stream.context import Context
+from slidedp.stream.device import Device, Signal, on
 from slidedp.stream.timeline import Timeline
 from slidedp.stream.transport import UPDATE, Offer, Transport
 
@@ -118,23 +116,12 @@ class ShardUpdate:
     """A rank's share of the units that a layout updates on the GPUs. All methods but the constructor and
     `close` belong to the transfer thread."""
 
-    def __init__(
-        self,
-        device: Device,
-        config: Config,
-        layout: Layout,
-        buffers: Buffers,
-        transport: Transport,
-        state: HostState,
-        gates: Gates,
-        rank: int,
-        ranks: int,
-        abort: Abort,
-    ) -> None:
+    def __init__(self, context: Context, layout: Layout, buffers: Buffers, transport: Transport) -> None:
+        config, device, state, ranks = context.config, context.device, context.state, context.ranks
         self._device, self._optimizer, self._buffers = device, config.optimizer, buffers
         self._transport = transport
-        self._state, self._gates, self._abort = state, gates, abort
-        self._rank, self._ranks = rank, ranks
+        self._state, self._gates, self._abort = state, context.gates, context.abort
+        self._rank, self._ranks = context.rank, ranks
         layers, frozen = len(state.units) - 2, frozen_units(state.units)
         self.indices = layout.updated_on_gpu(layers, frozen)
         # An embedding in pieces has no slot of its own.
