@@ -16,10 +16,10 @@ from slidedp.config import Config
 from slidedp.data.prepare import check_samples, is_prepared, prepare, prepare_held_out, sources
 from slidedp.data.samples import Samples
 from slidedp.errors import ConfigError, reason
+from slidedp.events import RUN, EventLog, goes_on
 from slidedp.host.state import HostState
 from slidedp.model.load import fill_random, load_pretrained
 from slidedp.preflight import Plan
-from slidedp.telemetry import RUN, RunLog, goes_on
 
 SAMPLES, HELD_OUT = "samples", "held-out"
 """Folders of the run folder that hold the samples made from `data.path` and `data.eval_path`."""
@@ -53,7 +53,7 @@ def new_run_folder(config: Config, source: Path | None) -> Path:
         raise ConfigError(
             f"run_folder={config.run_folder!r}: a run writes there now: stop it first, or give another folder"
         )
-    ranks = RunLog.read(folder).description["ranks"]
+    ranks = EventLog.read(folder).description["ranks"]
     if ranks != config.ranks:
         raise ConfigError(
             f"run_folder={config.run_folder!r}: holds the metrics of {ranks} rank(s), this run has "

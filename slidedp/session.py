@@ -20,6 +20,7 @@ from slidedp.checkpoint.folder import ASSETS, CHECKPOINTS, Progress, find, folde
 from slidedp.checkpoint.save import Saving, Snapshot
 from slidedp.config import DTYPES, Config
 from slidedp.errors import ConfigError
+from slidedp.events import RUN, say
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.messages import Profile, Save, SetLayout, Stop
 from slidedp.host.start import import_ahead
@@ -47,7 +48,7 @@ from slidedp.preflight import Plan, plan, under, with_layout
 from slidedp.processes import Processes
 from slidedp.steps import RowReader
 from slidedp.tables import html_table
-from slidedp.telemetry import RUN, TRACES, RunLog, describe, say
+from slidedp.telemetry import TRACES, RunLog, describe
 
 GONE = "and its state was given back (by close(), or as it failed): a checkpoint has it if one was saved"
 

@@ -6,7 +6,8 @@ import pandas as pd
 import pytest
 
 from slidedp import open_run
-from slidedp.telemetry import DETAILED, RunLog
+from slidedp.events import DETAILED
+from slidedp.telemetry import RunLog
 
 RANKS = 2
 DESCRIPTION = {"ranks": RANKS, "first_step": 0}

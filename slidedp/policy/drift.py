@@ -7,12 +7,13 @@ from typing import Any
 
 from slidedp.config import TIMELINE_EVERY
 from slidedp.errors import ConfigError
+from slidedp.events import say
 from slidedp.layout import Layout
 from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.calibrate import calibrated
 from slidedp.policy.words import describe
 from slidedp.steps import StepReader
-from slidedp.telemetry import RunLog, say
+from slidedp.telemetry import RunLog
 
 STEPS = 2 * TIMELINE_EVERY
 """Steps whose median is compared; some of them have a timeline."""
