@@ -11,15 +11,17 @@ from typing import Any, NamedTuple
 from transformers import AutoTokenizer
 
 from slidedp.checkpoint import resume as resuming
-from slidedp.checkpoint.folder import CHECKPOINTS, checkpoints
+from slidedp.checkpoint.folder import ASSETS, CHECKPOINTS, checkpoints
 from slidedp.config import Config
 from slidedp.data.prepare import check_samples, is_prepared, prepare, prepare_held_out, sources
 from slidedp.data.samples import Samples
 from slidedp.errors import ConfigError, reason
-from slidedp.events import RUN, EventLog, goes_on
+from slidedp.events import RUN, goes_on
 from slidedp.host.state import HostState
 from slidedp.model.load import fill_random, load_pretrained
+from slidedp.model.save import write_assets
 from slidedp.preflight import Plan
+from slidedp.telemetry import RunLog
 
 SAMPLES, HELD_OUT = "samples", "held-out"
 """Folders of the run folder that hold the samples made from `data.path` and `data.eval_path`."""
@@ -53,7 +55,7 @@ def new_run_folder(config: Config, source: Path | None) -> Path:
         raise ConfigError(
             f"run_folder={config.run_folder!r}: a run writes there now: stop it first, or give another folder"
         )
-    ranks = EventLog.read(folder).description["ranks"]
+    ranks = RunLog.read(folder).description["ranks"]
     if ranks != config.ranks:
         raise ConfigError(
             f"run_folder={config.run_folder!r}: holds the metrics of {ranks} rank(s), this run has "
@@ -148,6 +150,22 @@ def nothing_left_on_failure(folder: Path) -> Iterator[None]:
             for path in new:
                 path.rmdir()
         raise
+
+
+def open_log(folder: Path, description: dict[str, Any], preflight: Plan, tokenizer: Any, step: int) -> RunLog:
+    """Writes what a run folder holds besides its checkpoints, and opens its log: a new one, or that of the
+    run which is resumed at `step`."""
+    try:
+        write_assets(preflight.model, "bfloat16", tokenizer, folder / ASSETS)
+        if not (folder / RUN).exists():
+            return RunLog.create(folder, description)
+        log = RunLog.resume(folder, description, step)
+    except OSError as error:
+        raise ConfigError(
+            f"run_folder={str(folder)!r}: {reason(error)}: make room there, or give another folder"
+        ) from error
+    log.add({"kind": "plan", "memory": preflight.memory()})  # whatever layouts it had before
+    return log
 
 
 def fill_state(state: HostState, preflight: Plan, source: Path | None) -> None:

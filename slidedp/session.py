@@ -20,7 +20,7 @@ from slidedp.checkpoint.folder import ASSETS, CHECKPOINTS, Progress, find, folde
 from slidedp.checkpoint.save import Saving, Snapshot
 from slidedp.config import DTYPES, Config
 from slidedp.errors import ConfigError
-from slidedp.events import RUN, say
+from slidedp.events import say
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.messages import Profile, Save, SetLayout, Stop
 from slidedp.host.start import import_ahead
@@ -32,6 +32,7 @@ from slidedp.launching import (
     new_run_folder,
     no_file_for_the_world,
     nothing_left_on_failure,
+    open_log,
     prepare_data,
 )
 from slidedp.layout import Layout
@@ -39,7 +40,7 @@ from slidedp.listener import Listener
 from slidedp.losses import LossWatch
 from slidedp.model.families import flops_per_token, skeleton
 from slidedp.model.load import check_pretrained
-from slidedp.model.save import export, write_assets
+from slidedp.model.save import export
 from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.probe import probe
 from slidedp.policy.rates import Rates
@@ -146,7 +147,6 @@ class Run:
         """Whether a stop has been asked for."""
         self._closing = False
         self._ready = 0
-        self._recordings = 0
         self._losses = LossWatch(int(config.ranks or 1))
         self._diverged: str | None = None
         self._over = threading.Event()
@@ -178,18 +178,10 @@ class Run:
             try:
                 fill_state(self._state, preflight, source)
                 self._mark("state loaded")
-                write_assets(preflight.model, "bfloat16", self.tokenizer, folder / ASSETS)
-                goes_on = (folder / RUN).exists()
-                self.log = (
-                    RunLog.resume(folder, description, start.step)
-                    if goes_on
-                    else RunLog.create(folder, description)
-                )
+                self.log = open_log(folder, description, preflight, self.tokenizer, start.step)
                 for event in starting.events("mark"):
                     self.log.add(event)
-                if goes_on:  # whatever layouts it had before
-                    self.log.add({"kind": "plan", "memory": preflight.memory()})
-                    self._recordings = len(self.log.events("trace")) // int(config.ranks or 1)
+                self._recordings = len(self.log.events("trace")) // int(config.ranks or 1)
                 self._processes.begin()
             except BaseException:
                 self._processes.end()

@@ -179,6 +179,19 @@ def test_a_limit_on_file_sizes_is_named(tmp_path):
     assert "shared memory for master" in line and "ulimit" in line
 
 
+@pytest.mark.skipif(not allowed("unshare", "-m", "true"), reason="needs the right to mount")
+def test_a_run_folder_without_room_is_named(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    python = script(small_config(tmp_path, run_folder=str(folder)), tmp_path)
+    shell = 'mount -t tmpfs -o size=4k tmpfs "$1" && { "$2" "$3"; ls -A "$1"; }'
+    command = ["unshare", "-m", "sh", "-c", shell, "sh", folder, *python]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.stdout == "", "something is left"
+    line = done.stderr.splitlines()[-1]
+    assert "ConfigError: run_folder='" in line and "No space left" in line and "make room" in line, line
+
+
 CGROUP = Path("/sys/fs/cgroup/memory")
 
 
