@@ -315,6 +315,19 @@ def small_model(folder: Path, *, tied: bool = True, kind: str = "qwen3") -> str:
         heads |= {"moe_intermediate_size": 12, "norm_topk_prob": True}
     if kind == "mistral":
         heads |= {"sliding_window": 5}
+    if kind == "granite":
+        heads |= {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.7}
+        heads |= {"logits_scaling": 1.7}
+    if kind == "smollm3":
+        heads |= {"no_rope_layers": [0, 1, 1, 0, 1], "use_sliding_window": True, "sliding_window": 3}
+    if kind == "phi3":
+        turned = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+        heads |= {"sliding_window": 5, "rope_parameters": turned}
+    if kind in ("olmo2", "olmo3"):
+        heads |= {"initializer_range": 0.1}
+    if kind == "olmo3":
+        sliding, full = "sliding_attention", "full_attention"
+        heads |= {"layer_types": [sliding, full, sliding, sliding, full], "sliding_window": 3}
     if kind == "gemma3_text":
         sliding, full = "sliding_attention", "full_attention"
         heads |= {"layer_types": [sliding, full, sliding, sliding, full], "sliding_window": 3}

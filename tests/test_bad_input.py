@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Gemma3TextConfig, GPT2Config, T5Config
+from transformers import Gemma3TextConfig, GPT2Config, Phi3Config, T5Config
 
 from slidedp import ConfigError, Data, Layout, Optimizer, launch
 from slidedp.data.samples import write_samples
@@ -309,6 +309,10 @@ CASES = {
     "model_with_dropout": (
         lambda t, i: resized(t, attention_dropout=0.1),
         ["attention_dropout=0.1", "set it to 0"],
+    ),
+    "model_with_residual_dropout": (
+        lambda t, i: {"model": Phi3Config(resid_pdrop=0.1, pad_token_id=0)},
+        ["resid_pdrop=0.1", "set it to 0"],
     ),
     "index_not_json": (lambda t, i: indexed(t, "{"), ["index.json", "not a safetensors index"]),
     "index_a_list": (lambda t, i: indexed(t, "[]"), ["index.json", "not a safetensors index"]),

@@ -18,18 +18,27 @@ from slidedp.model.documents import Positions, PositionsByKind, within_window
 
 ARCHITECTURES = (
     "Gemma3ForCausalLM",
+    "GraniteForCausalLM",
     "LlamaForCausalLM",
     "MistralForCausalLM",
+    "Olmo2ForCausalLM",
+    "Olmo3ForCausalLM",
     "OlmoeForCausalLM",
+    "Phi3ForCausalLM",
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
     "Qwen3MoeForCausalLM",
+    "SmolLM3ForCausalLM",
 )
 """Models of the shape embed_tokens, layers, norm, lm_head with rotary positions and causal SDPA. Experts
 of a mixture are computed by transformers' grouped matrix products. docs/families.md: how to add one."""
 
+DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
+"""Fields of a config; only Phi-3 has the last two."""
 FULL, SLIDING = "full_attention", "sliding_attention"
 """Kinds of layers: transformers' names in `layer_types`."""
+UNTURNED = ", no rotation"
+"""Behind the kind of layers that rotate nothing (SmolLM3)."""
 
 LayerFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """(parameters, hidden, cos, sin, bounds) -> hidden and the router's logits; see
@@ -78,12 +87,13 @@ def skeleton(config: PretrainedConfig, sequence_length: int | None = None) -> An
             "model: its layers differ (mlp_only_layers or decoder_sparse_step in config.json), and one "
             "template must serve all: give a model whose layers are alike"
         )
-    if getattr(config, "attention_dropout", 0.0):
-        raise ConfigError(
-            f"model: attention_dropout={config.attention_dropout} is not supported, since a recomputed layer "
-            "would draw another mask; set it to 0 in config.json"
-        )
-    other = sorted(set(layer_kinds(config)) - {FULL, SLIDING})
+    for dropout in DROPOUTS:
+        if getattr(config, dropout, 0.0):
+            raise ConfigError(
+                f"model: {dropout}={getattr(config, dropout)} is not supported, since a recomputed layer "
+                "would draw another mask; set it to 0 in config.json"
+            )
+    other = sorted({kind.removesuffix(UNTURNED) for kind in layer_kinds(config)} - {FULL, SLIDING})
     if other or getattr(config, "use_bidirectional_attention", False):
         raise ConfigError(
             f"model: {other[0] if other else 'bidirectional attention'} is not supported: give a model of "
@@ -102,7 +112,8 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
     """The kind of each layer."""
     given = getattr(config, "layer_types", None)
     if given is not None:
-        return tuple(given)
+        turned = getattr(config, "no_rope_layers", None) or [1] * len(given)  # 1 where positions rotate
+        return tuple(kind + UNTURNED * (not turns) for kind, turns in zip(given, turned, strict=True))
     window = getattr(config, "sliding_window", None)
     return (FULL if window is None else SLIDING,) * config.num_hidden_layers
 
@@ -114,6 +125,7 @@ def layer_function(model: Any, attention: str = "sdpa", balanced: bool = False) 
     template = model.model.layers[0]
     template.train()
     template.self_attn.config._attn_implementation = attention
+    template.self_attn.use_rope = True  # SmolLM3 asks; a layer without has tables that rotate by nothing
     routed: list[torch.Tensor] = []
     router = getattr(template.mlp, "gate", None)
     if router is not None:
@@ -141,8 +153,9 @@ def layer_function(model: Any, attention: str = "sdpa", balanced: bool = False) 
 
 
 def has_halves(config: Any) -> bool:
-    """Whether `layer_halves` make up the layer: not where routers are heard, nor with Gemma's four norms."""
-    return not hasattr(config, "num_experts") and not config.model_type.startswith("gemma")
+    """Whether `layer_halves` make up the layer: not where routers are heard, nor with the norms that Gemma
+    and OLMo have behind attention and MLP."""
+    return not hasattr(config, "num_experts") and not config.model_type.startswith(("gemma", "olmo"))
 
 
 def layer_halves(model: Any) -> tuple[LayerHalf, LayerHalf]:
@@ -150,6 +163,10 @@ def layer_halves(model: Any) -> tuple[LayerHalf, LayerHalf]:
     f(parameters, hidden, cos, sin, bounds) of norm, attention and residual, and f(parameters, hidden) of
     norm, MLP and residual; for models that `has_halves`."""
     template = model.model.layers[0]
+    multiplier = getattr(template, "residual_multiplier", 1.0)  # Granite's
+
+    def added(hidden: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
+        return hidden + (branch if multiplier == 1.0 else branch * multiplier)
 
     def part(name: str, parameters: dict[str, torch.Tensor], *args: Any, **settings: Any) -> Any:
         module, prefix = getattr(template, name), name + "."
@@ -165,23 +182,31 @@ def layer_halves(model: Any) -> tuple[LayerHalf, LayerHalf]:
     ) -> torch.Tensor:
         normed = part("input_layernorm", parameters, hidden)
         positions = {"position_embeddings": (cos, sin), "attention_mask": bounds}
-        return hidden + part("self_attn", parameters, hidden_states=normed, **positions)[0]
+        return added(hidden, part("self_attn", parameters, hidden_states=normed, **positions)[0])
 
     def mlp(parameters: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + part("mlp", parameters, part("post_attention_layernorm", parameters, hidden))
+        return added(hidden, part("mlp", parameters, part("post_attention_layernorm", parameters, hidden)))
 
     return attention, mlp
 
 
 def norm_function(model: Any) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """f(weight, hidden) -> the final norm."""
-    template = model.model.norm
-    return lambda weight, hidden: functional_call(template, {"weight": weight}, (hidden,))
+    """f(weight, hidden) -> the final norm, divided by what Granite divides logits by."""
+    template, divisor = model.model.norm, getattr(model.config, "logits_scaling", 1.0)
+
+    def norm(weight: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        normed = functional_call(template, {"weight": weight}, (hidden,))
+        return normed if divisor == 1.0 else normed / divisor
+
+    return norm
 
 
 def embedding_scale(model: Any, dtype: torch.dtype) -> float:
-    """What rows of the embedding are multiplied by in `dtype`: 1 but for Gemma."""
-    return float(torch.tensor(getattr(model.model.embed_tokens, "scalar_embed_scale", 1.0), dtype=dtype))
+    """What rows of the embedding are multiplied by: Gemma's scale, rounded to `dtype`; Granite's; or 1."""
+    rounded = getattr(model.model.embed_tokens, "scalar_embed_scale", None)
+    if rounded is not None:
+        return float(torch.tensor(rounded, dtype=dtype))
+    return float(getattr(model.config, "embedding_multiplier", 1.0))
 
 
 def position_tables(
@@ -198,10 +223,13 @@ def position_tables(
     places, like = torch.arange(length, device=device)[None], torch.empty(0, dtype=dtype, device=device)
     tables: PositionsByKind = {}
     for kind in sorted(set(layer_kinds(config))):
-        own = (kind,) if hasattr(rotary, "layer_types") else ()  # Gemma 3 turns each kind at its own speed
-        slides = kind == SLIDING and length > config.sliding_window
+        attention = kind.removesuffix(UNTURNED)
+        own = (attention,) if hasattr(rotary, "layer_types") else ()  # each kind at its own speed
+        slides = attention == SLIDING and length > config.sliding_window
         bounds = within_window(config.sliding_window, length, device) if slides else None
         cos, sin = rotary(like, places, *own)
+        if kind != attention:
+            cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
         tables[kind] = Positions(cos, sin, bounds)
     return tables
 

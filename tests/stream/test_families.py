@@ -35,6 +35,22 @@ def test_gemma_trains_and_is_evaluated_as_in_transformers(bounded, ranks, tied, 
     assert outcome.losses()[0] == pytest.approx(expected(run).losses[0], rel=1e-6)
 
 
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("kind", ["granite", "olmo2", "olmo3", "phi3", "smollm3"])
+def test_families_train_and_are_evaluated_as_in_transformers(bounded, kind, separate):
+    """With tiles of tokens and pieces of the vocabulary where the family allows them."""
+    halves = kind in ("granite", "phi3", "smollm3")
+    layout = some_layout(
+        Random(kind), ROUTES[3], mlp_tile_tokens=7 * halves * separate, vocabulary_pieces=1 + 2 * separate
+    )
+    run = config(layout, kind=kind, tied=separate, clip_norm=1.4, steps=STEPS, eval_every=EVERY)
+    run = replace(run, data=Data(path=bounded if separate else run.data.path, eval_fraction=FRACTION))
+    outcome = pool(2).run(run)
+    assert_parity(outcome, run)
+    assert_evaluated(outcome, run, 2)
+    assert outcome.losses()[0] == pytest.approx(expected(run).losses[0], rel=1e-6)
+
+
 @pytest.mark.parametrize(("field", "value"), [("mlp_tile_tokens", 7), ("vocabulary_pieces", 2)])
 def test_layouts_that_gemma_does_not_allow_are_refused(field, value):
     run = config(Layout(**{field: value}), kind="gemma3_text", ranks=1)
