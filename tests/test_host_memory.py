@@ -1,7 +1,10 @@
 """What a run takes of the host is what preflight said, and does not grow with the ranks."""
 
 import os
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -10,7 +13,7 @@ from transformers import Qwen3Config
 
 from slidedp import launch
 from slidedp.preflight import Plan, plan
-from tests.launching import VOCABULARY, nothing_left, small_config, until
+from tests.launching import VOCABULARY, children, nothing_left, small_config, until
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -90,3 +93,39 @@ def test_a_run_takes_what_preflight_said(folder, ranks, record_property):
 def test_the_ranks_share_one_state(folder):
     taken = [held(folder, ranks)[0] for ranks in (1, 2, 4)]
     assert max(taken) < 1.05 * min(taken), taken
+
+
+@contextmanager
+def watched() -> Iterator[list[int]]:
+    """Sums over this process and its children, all the time."""
+    sums, over = [0], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.05):
+            found = 0
+            for pid in (os.getpid(), *children()):
+                with suppress(OSError):  # it has just ended
+                    found += own_bytes(pid)
+            sums.append(found)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield sums
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.slow
+def test_a_resume_takes_no_more_than_the_run(folder, record_property):
+    settings = config(folder, ranks=2, width=512, layers=97)
+    peaks, resume = [], None
+    for _ in range(2):
+        with watched() as sums, launch(settings, resume=resume) as run:
+            until(lambda: len(run.log.events("update")) > 2 or not run.running, "some updates", 300)
+            resume = run.save()
+        peaks.append(max(sums))
+    record_property("peaks", peaks)
+    print(f"peak of the run {peaks[0] / 2**30:.3f} GiB, as it is resumed {peaks[1] / 2**30:.3f} GiB")
+    assert peaks[1] < 1.1 * peaks[0]
