@@ -26,9 +26,9 @@ from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.memory import Handle, anonymous_bytes
 from slidedp.host.messages import Finished, Started
 from slidedp.host.process import (
+    bound_freed_memory,
     doing,
     reporting,
-    return_freed_memory,
     share_cores,
     show_signs_of_life,
 )
@@ -386,7 +386,7 @@ def main(rank: int, setup: RankSetup, worker: Connection, launcher: Connection, 
     with reporting(f"rank {rank}", launcher):
         if setup.config.device == "cpu":
             share_cores(ranks)
-            return_freed_memory()
+            bound_freed_memory()
         join_ranks(str(setup.config.device), rank, ranks, setup.rendezvous)
         launcher.send({"kind": "mark", "what": f"rank {rank} imported and connected", "time": time.time()})
         doing["compute"] = (setup.start, "", "wait for the state")

@@ -52,11 +52,17 @@ def share_cores(processes: int) -> None:
     torch.set_num_threads(threads)
 
 
-def return_freed_memory() -> None:
-    """Makes malloc give blocks of 1 MiB and more back to the system when they are freed. By default it
-    soon keeps all that are under 32 MiB, for each thread: far more than the buffers of a CPU rank."""
-    M_MMAP_THRESHOLD = -3
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**20)
+def bound_freed_memory() -> None:
+    """Makes malloc keep at most 32 MiB of freed memory for each thread, in blocks of up to 4 MiB.
+
+    By default it soon keeps all blocks that are under 32 MiB: far more than the buffers of a CPU rank. Giving
+    every freed MiB back, and having the next one zeroed, made steps of a small model a third longer (1.20 s
+    against 0.91, 10 M parameters, 8 x 256 tokens, two ranks on two cores).
+    """
+    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+    malloc = ctypes.CDLL(None).mallopt
+    malloc(M_MMAP_THRESHOLD, 2**22)
+    malloc(M_TRIM_THRESHOLD, 2**25)
 
 
 doing: dict[str, tuple[int, str, str]] = {}

@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 from slidedp.config import Config
 from slidedp.errors import ConfigError
 from slidedp.host.memory import Segment
-from slidedp.host.process import share_cores
+from slidedp.host.process import bound_freed_memory, share_cores
 from slidedp.host.start import context_of, start
 from slidedp.policy.measure_compute import PARTIAL_BUDGET, compute_seconds
 from slidedp.policy.measure_transfers import HostCopies, between_ranks, gpu_update
@@ -38,7 +38,7 @@ from slidedp.preflight import Plan, plan
 from slidedp.stream.device import Device
 from slidedp.stream.group import join_ranks
 
-CACHE_VERSION = 3
+CACHE_VERSION = 4
 
 
 def probe(run: Plan | Config, *, fresh: bool = False) -> Rates:
@@ -200,6 +200,7 @@ def _rank(rank: int, ranks: int, setup: Setup) -> dict[str, Any]:
     cuda = config.device == "cuda"
     if not cuda:
         share_cores(ranks)
+        bound_freed_memory()
     device = Device(str(config.device), rank)
     if device.compute is not None:
         torch.cuda.set_stream(device.compute)
