@@ -36,13 +36,7 @@ FRUGAL = Layout(window=1, gradient_slots=1, activations="offload", mlp_tile_toke
 
 def frugal(model: PretrainedConfig) -> Layout:
     """FRUGAL, as far as the model allows it."""
-    tile = FRUGAL.mlp_tile_tokens if has_halves(model) else 0
-    pieces = 1 if _caps_logits(model) else FRUGAL.vocabulary_pieces
-    return dataclasses.replace(FRUGAL, mlp_tile_tokens=tile, vocabulary_pieces=pieces)
-
-
-def _caps_logits(model: PretrainedConfig) -> bool:
-    return bool(getattr(model, "final_logit_softcapping", None))
+    return FRUGAL if has_halves(model) else dataclasses.replace(FRUGAL, mlp_tile_tokens=0)
 
 
 @with_field_docs
@@ -131,11 +125,6 @@ class Plan:
             raise ConfigError(
                 f"layout.mlp_tile_tokens={layout.mlp_tile_tokens}: the layers of {type(self.model).__name__} "
                 "are more than attention and MLP; use 0"
-            )
-        if layout.vocabulary_pieces > 1 and _caps_logits(self.model):
-            raise ConfigError(
-                f"layout.vocabulary_pieces={layout.vocabulary_pieces}: capped logits are computed over the "
-                "whole vocabulary; use 1"
             )
 
     @property

@@ -241,10 +241,18 @@ def model_functions(
     attend, mlp = layer_halves(model)
     cap = getattr(model_config, "final_logit_softcapping", None)
 
+    # One after another, and not one wrapper for all: torch.compile caches by code object.
     def softmax(
         logits: torch.Tensor, targets: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return softmax_gradient(logits, targets, scale, cap)
+
+    def statistics(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return piece_statistics(logits, targets, cap)
+
+    def gradient(logits: torch.Tensor, targets: torch.Tensor, *rest: Any) -> torch.Tensor:
+        normalizer, valid, scale = rest
+        return piece_gradient(logits, targets, normalizer, valid, scale, cap)
 
     def compiled(function: Any) -> Any:
         return torch.compile(function, dynamic=False) if config.compile else function
@@ -261,7 +269,7 @@ def model_functions(
         mlp=compiled(mlp),
         norm=norm_function(model),
         softmax=compiled(softmax),
-        pieces=PieceFunctions(compiled(piece_statistics), compiled(piece_gradient)),
+        pieces=PieceFunctions(compiled(statistics), compiled(gradient)),
         kinds=layer_kinds(model_config),
         positions=positions,
         within_documents=partial(within_documents, positions, varlen, device.bring),

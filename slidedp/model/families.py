@@ -6,8 +6,8 @@ slot at every call (`torch.func.functional_call`). All decoder layers share one 
 
 import copy
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import torch
 from torch.func import functional_call
@@ -153,25 +153,55 @@ def layer_function(model: Any, attention: str = "sdpa", balanced: bool = False) 
 
 
 def has_halves(config: Any) -> bool:
-    """Whether `layer_halves` make up the layer: not where routers are heard, nor with the norms that Gemma
-    and OLMo have behind attention and MLP."""
-    return not hasattr(config, "num_experts") and not config.model_type.startswith(("gemma", "olmo"))
+    """Whether `layer_halves` make up the layer: not where routers are heard."""
+    return not hasattr(config, "num_experts")
+
+
+class Norms(NamedTuple):
+    """A layer's norms before and behind its attention and its MLP; None where it has none."""
+
+    before_attention: str | None
+    behind_attention: str | None
+    before_mlp: str | None
+    behind_mlp: str | None
+
+
+def layer_norms(names: Collection[str]) -> Norms:
+    """Those of a layer with parameters of these names."""
+    first, second = "input_layernorm", "post_attention_layernorm"
+    before, behind = "pre_feedforward_layernorm", "post_feedforward_layernorm"
+    if f"{before}.weight" in names:  # Gemma
+        return Norms(first, second, before, behind)
+    if f"{behind}.weight" in names:  # OLMo
+        return Norms(None, second, None, behind)
+    return Norms(first, None, second, None)
+
+
+def of_second_half(names: Collection[str]) -> tuple[str, ...]:
+    """Of a layer's parameters, those that the second of `layer_halves` reads."""
+    norms = layer_norms(names)
+    modules = ("mlp", norms.before_mlp, norms.behind_mlp)
+    return tuple(name for name in names if name.split(".")[0] in modules)
 
 
 def layer_halves(model: Any) -> tuple[LayerHalf, LayerHalf]:
     """The layer of `layer_function` (called first: it sets the attention) in two halves:
-    f(parameters, hidden, cos, sin, bounds) of norm, attention and residual, and f(parameters, hidden) of
-    norm, MLP and residual; for models that `has_halves`."""
+    f(parameters, hidden, cos, sin, bounds) of attention, its norms and residual, and f(parameters, hidden)
+    of the MLP, its norms and residual; for models that `has_halves`."""
     template = model.model.layers[0]
+    norms = layer_norms([name for name, _ in template.named_parameters()])
     multiplier = getattr(template, "residual_multiplier", 1.0)  # Granite's
-
-    def added(hidden: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
-        return hidden + (branch if multiplier == 1.0 else branch * multiplier)
 
     def part(name: str, parameters: dict[str, torch.Tensor], *args: Any, **settings: Any) -> Any:
         module, prefix = getattr(template, name), name + "."
         own = {n.removeprefix(prefix): p for n, p in parameters.items() if n.startswith(prefix)}
         return functional_call(module, own, args, settings)
+
+    def normed(name: str | None, parameters: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if name is None else part(name, parameters, hidden)
+
+    def added(hidden: torch.Tensor, branch: torch.Tensor) -> torch.Tensor:
+        return hidden + (branch if multiplier == 1.0 else branch * multiplier)
 
     def attention(
         parameters: dict[str, torch.Tensor],
@@ -180,12 +210,14 @@ def layer_halves(model: Any) -> tuple[LayerHalf, LayerHalf]:
         sin: torch.Tensor,
         bounds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        normed = part("input_layernorm", parameters, hidden)
+        entry = normed(norms.before_attention, parameters, hidden)
         positions = {"position_embeddings": (cos, sin), "attention_mask": bounds}
-        return added(hidden, part("self_attn", parameters, hidden_states=normed, **positions)[0])
+        branch = part("self_attn", parameters, hidden_states=entry, **positions)[0]
+        return added(hidden, normed(norms.behind_attention, parameters, branch))
 
     def mlp(parameters: dict[str, torch.Tensor], hidden: torch.Tensor) -> torch.Tensor:
-        return added(hidden, part("mlp", parameters, part("post_attention_layernorm", parameters, hidden)))
+        branch = part("mlp", parameters, normed(norms.before_mlp, parameters, hidden))
+        return added(hidden, normed(norms.behind_mlp, parameters, branch))
 
     return attention, mlp
 

@@ -27,16 +27,21 @@ def kept_per_token(model: Any, dtype: torch.dtype, compiled: bool, tiled: bool) 
 
 
 def _by_formula(model: Any, size: int, tiled: bool) -> int:
-    """Input, normed input, what attention reads and writes (with norms of queries and keys: before and
-    after), input of the MLP, and without tiles: that normed, gate, up, and their product.
+    """Input, normed input, what attention reads and writes (queries and keys twice where they are normed, or
+    one tensor with the values), input of the MLP, and without tiles: that normed, gate, up, their product.
 
     Of a mixture each expert that a token goes to counts, with its own copies of the input and the output.
     """
     width, heads, kv_heads = model.hidden_size, model.num_attention_heads, model.num_key_value_heads
     head_dim = getattr(model, "head_dim", None) or width // heads
-    norms = model.model_type in ("qwen3", "qwen3_moe", "olmoe")
-    attention = (2 + norms) * (heads + kv_heads) * head_dim
-    scalars = 2 + heads + norms * (heads + kv_heads)  # FP32: root mean squares, logsumexp
+    kind = model.model_type
+    each_head = kind in ("qwen3", "qwen3_moe", "gemma3_text")
+    all_heads = kind in ("olmo2", "olmo3", "olmoe")
+    attention = (2 + (each_head or all_heads or kind == "phi3")) * (heads + kv_heads) * head_dim
+    # FP32: root mean squares, logsumexp.
+    scalars = 2 + heads + each_head * (heads + kv_heads) + 2 * all_heads
+    if kind == "gemma3_text":  # norms behind attention and MLP too
+        attention, scalars = attention + width, scalars + 2
     mlp = width + 3 * model.intermediate_size
     if hasattr(model, "num_experts"):
         expert = getattr(model, "moe_intermediate_size", model.intermediate_size)

@@ -71,21 +71,31 @@ def add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
         total += (a @ b).float()
 
 
-def piece_statistics(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def piece_statistics(
+    logits: torch.Tensor, targets: torch.Tensor, cap: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """logsumexp of logits [tokens, rows of a vocabulary's piece], and each token's target logit, 0 where
-    the target is in another piece (-1); both FP32 [tokens]."""
-    values = logits.float()
+    the target is in another piece (-1); both FP32 [tokens]. With a `cap`, of the logits bent below it."""
+    values = capped(logits.float(), cap)
     chosen = values.gather(1, targets.clamp(min=0)[:, None])[:, 0]
     return values.logsumexp(1), torch.where(targets < 0, 0.0, chosen)
 
 
 def piece_gradient(
-    logits: torch.Tensor, targets: torch.Tensor, normalizer: torch.Tensor, valid: torch.Tensor, scale: float
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    normalizer: torch.Tensor,
+    valid: torch.Tensor,
+    scale: float,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """`softmax_gradient`'s part for one piece of the vocabulary, given the logsumexp over all of it, FP32
     [tokens], and which tokens are targets; `targets` as for `piece_statistics`."""
     one_hot = torch.arange(logits.shape[1], device=logits.device)[None] == targets[:, None]
-    gradient = (torch.exp(logits.float() - normalizer[:, None]) - one_hot.float()) * scale
+    values = capped(logits.float(), cap)
+    gradient = (torch.exp(values - normalizer[:, None]) - one_hot.float()) * scale
+    if cap is not None:
+        gradient = gradient * (1 - (values / cap) ** 2)
     return torch.where(valid[:, None], gradient, 0.0).to(logits.dtype)
 
 

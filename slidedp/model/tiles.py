@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from slidedp.model.families import LayerFunction, LayerHalf
+from slidedp.model.families import LayerFunction, LayerHalf, of_second_half
 
 
 def tiled(attention: LayerHalf, mlp: LayerHalf, tile: int, read: bool = True) -> LayerFunction:
@@ -31,7 +31,7 @@ def tiled(attention: LayerHalf, mlp: LayerHalf, tile: int, read: bool = True) ->
         bounds: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, None]:
         hidden = attention(parameters, hidden, cos, sin, bounds)
-        names = tuple(name for name in parameters if not name.startswith(("self_attn.", "input_layernorm.")))
+        names = of_second_half(parameters)
         weights = [parameters[name] for name in names]
         output = _Tiled.apply(mlp, names, tile, read, hidden.flatten(0, 1), *weights)
         assert isinstance(output, torch.Tensor)

@@ -25,8 +25,11 @@ from slidedp.model.families import (
 from slidedp.model.tiles import tiled
 from tests.stream.cases import model
 
-KINDS = ("llama", "mistral", "qwen2", "qwen3")
-OTHERS = ("gemma3_text", "olmoe", "qwen3_moe")
+KINDS = (
+    "gemma3_text", "granite", "llama", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "smollm3",
+)  # fmt: skip
+MIXTURES = ("olmoe", "qwen3_moe")
+SLIDING = ("gemma3_text", "mistral", "olmo3", "phi3", "smollm3")
 BATCH, LENGTH, WIDTH = 3, 16, 20
 SLOW = pytest.mark.slow
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -76,9 +79,9 @@ def assert_close(found, wanted):
 
 
 def test_every_architecture_has_halves_or_says_no():
-    configs = [load_config(model(kind)) for kind in (*KINDS, *OTHERS)]
+    configs = [load_config(model(kind)) for kind in (*KINDS, *MIXTURES)]
     assert {type(skeleton(config)).__name__ for config in configs} == set(ARCHITECTURES)
-    assert [has_halves(config) for config in configs] == [True] * len(KINDS) + [False] * len(OTHERS)
+    assert [has_halves(config) for config in configs] == [True] * len(KINDS) + [False] * len(MIXTURES)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -143,7 +146,7 @@ def test_intermediates_grow_with_the_tile():
     assert tiles.numel == tokens * WIDTH  # the stream of layer inputs and q, k, v, output: not the MLP
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mistral"])  # its window slides
+@pytest.mark.parametrize("kind", sorted({*KINDS} - {*SLIDING}))
 def test_attention_over_one_document_makes_no_mask(kind):
     length = 512
     layer = layer_of(kind, length)
