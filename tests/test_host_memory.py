@@ -16,7 +16,7 @@ from slidedp.preflight import Plan, plan
 from tests.launching import VOCABULARY, children, nothing_left, small_config, until
 
 pytestmark = pytest.mark.timeout(600)
-READINGS = 6
+READINGS = 4
 """Of a run's memory: as many for one rank as for four, whose steps take longer."""
 
 
