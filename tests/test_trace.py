@@ -170,7 +170,7 @@ def test_operator_table_against_the_raw_events(recording):
 def test_memory_rises_in_forward_and_is_given_back(recording):
     table = trace.memory(recording, 0)
     assert set(table["device"]) == {"cpu"} and table["start"].is_monotonic_increasing
-    assert table["allocated"].max() > 4 * table["allocated"].iloc[[0, -1]].min()
+    assert table["allocated"].max() > 2 * table["allocated"].iloc[[0, -1]].min()
 
 
 def test_a_folder_without_a_recording_says_how_to_make_one(recorded, tmp_path):
