@@ -66,7 +66,7 @@ def new_run_folder(config: Config, source: Path | None) -> Path:
 
 def prepare_data(preflight: Plan, source: Path | None, folder: Path, tokenizer: Any) -> Material:
     """Prepares and checks the data. What the run folder has of a run that is resumed from `source` is
-    replaced only when the new is known to be the same."""
+    replaced only when none of it can be refused any more."""
     config, vocabulary = preflight.config, preflight.model.vocab_size
     making = folder / PREPARING
     samples = prepare(config.data, tokenizer, config.sequence_length, making / SAMPLES)

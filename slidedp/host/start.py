@@ -2,7 +2,7 @@
 
 On CPUs they are forked from one that has imported everything, multiprocessing's forkserver. It imports while
 the launcher still prepares the data, serves every later launch too, and ends with the launcher. On GPUs each
-process starts afresh: what torch and its libraries do with CUDA as they load must not be shared.
+process starts afresh: a fork of what has loaded CUDA's libraries has not been tried there.
 """
 
 import os

@@ -113,7 +113,7 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
     given = getattr(config, "layer_types", None)
     if given is not None:
         turned = getattr(config, "no_rope_layers", None) or [1] * len(given)  # 1 where positions rotate
-        return tuple(kind + UNTURNED * (not turns) for kind, turns in zip(given, turned, strict=True))
+        return tuple(kind + UNTURNED * (not turns) for kind, turns in zip(given, turned, strict=False))
     window = getattr(config, "sliding_window", None)
     return (FULL if window is None else SLIDING,) * config.num_hidden_layers
 
