@@ -154,7 +154,11 @@ class Run:
         self._listener: Listener | None = None
         description = self._description(flops, start.step)
         self._saving = Saving(
-            folder / CHECKPOINTS, folder / ASSETS, {**description, "samples": material.contents}, start
+            folder / CHECKPOINTS,
+            folder / ASSETS,
+            {**description, "samples": material.contents},
+            start,
+            spare_bytes=max(0, preflight.host_available - preflight.host_bytes),
         )
         self._progress = start
         """As far as the worker has reported its updates."""

@@ -35,12 +35,13 @@ def filled(units: tuple[Unit, ...], version: int, dtype: torch.dtype = torch.flo
     return state
 
 
-def saving(folder: Path) -> Saving:
+def saving(folder: Path, spare_bytes: int = 0) -> Saving:
     """Where and what a run with a config's defaults saves."""
     (folder / "assets").mkdir(exist_ok=True)
     (folder / "assets" / "config.json").write_text("{}")
     config = {"seed": 0, "batch_size": 8, "sequence_length": 1024, "data": {"eval_fraction": 0.0}}
-    return Saving(folder, folder / "assets", {"config": config, "samples": CONTENTS}, Progress())
+    description = {"config": config, "samples": CONTENTS}
+    return Saving(folder, folder / "assets", description, Progress(), spare_bytes)
 
 
 def save(state: HostState, version: int, folder: Path, keep_last: int = 1) -> dict[str, Any]:

@@ -201,11 +201,17 @@ class Pool:
         self._folder.cleanup()
 
 
-def saving(folder: Path, config: Config, start: Progress = Progress()) -> Saving:  # noqa: B008 (a tuple)
+def saving(
+    folder: Path,
+    config: Config,
+    start: Progress = Progress(),  # noqa: B008 (a tuple)
+    spare_bytes: int = 100_000,
+) -> Saving:
     """What a worker needs to write checkpoints of `config` to `folder`."""
     assets = folder / "assets"
     assets.mkdir(parents=True, exist_ok=True)
-    return Saving(folder, assets, {"config": dataclasses.asdict(config), "samples": {}}, start)
+    description = {"config": dataclasses.asdict(config), "samples": {}}
+    return Saving(folder, assets, description, start, spare_bytes=spare_bytes)
 
 
 class Outcome:

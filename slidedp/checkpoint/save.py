@@ -1,6 +1,6 @@
 """Saves: `Snapshot` writes a checkpoint while training goes on, `Checkpointer` decides when.
 
-Only an update of a unit that is not written yet waits.
+An update of a unit that is not written yet copies it first, where there is memory for that, and else waits.
 """
 
 import json
@@ -27,7 +27,9 @@ from slidedp.checkpoint.folder import (
     remove_partial,
 )
 from slidedp.checkpoint.shards import THREADS, shard_name, write_shard
+from slidedp.checkpoint.source import Source
 from slidedp.config import Checkpoint
+from slidedp.host.memory import available_bytes
 from slidedp.host.state import HostState
 from slidedp.model.units import Unit
 
@@ -42,10 +44,12 @@ class Saving(NamedTuple):
     """Plain values for the index: at least `config` and `samples`, what `check_samples` returns."""
     start: Progress
     """Where the run began: not at 0 if it was resumed."""
+    spare_bytes: int
+    """Host memory that copies of units may take during a save."""
 
 
 class Snapshot:
-    """One checkpoint that threads write while the units it has written already train on.
+    """One checkpoint that threads write while the units already train on.
 
     Make it at a step boundary, when every unit is at version `progress.step`. From then on, call
     `wait(unit)` before the unit changes. `report` gets one event at the end, from a thread of its own.
@@ -62,13 +66,19 @@ class Snapshot:
         requests: Sequence[int] = (),
     ) -> None:
         """`order`: all units, first the one whose next update comes first."""
-        self.progress, self._state, self._saving, self._keep_last = progress, state, saving, keep_last
+        self.progress, self._saving, self._keep_last = progress, saving, keep_last
         self._report, self._requests = report, list(requests)
         self.path = saving.folder / folder_name(progress.step)
         self._partial = saving.folder / f".{self.path.name}.partial"
-        self._remaining = list(order)
-        self._unwritten = {unit.index for unit in order}
+        self._sources = {unit.index: Source(state, unit) for unit in order}
+        self._spare = saving.spare_bytes
+        # Written from the end. Of what will be copied, the last to change first; else the first.
+        copied = sum(source.nbytes for source in self._sources.values()) <= self._spare
+        self._remaining = list(order) if copied else list(order)[::-1]
+        self._unchanged = {unit.index for unit in order}
+        """Units that may not change yet."""
         self._files: dict[str, dict[str, int]] = {}
+        self._copied: set[int] = set()
         self._waited = 0.0
         self.waiting: Unit | None = None
         """The unit whose update waits for its shard."""
@@ -78,17 +88,29 @@ class Snapshot:
         self._thread.start()
 
     def wait(self, unit: Unit) -> None:
-        """Returns once the unit may change: it is written, or the checkpoint has failed."""
+        """Returns once the unit may change: it is written or copied, or the checkpoint has failed."""
+        begun = time.monotonic()
         with self._changed:
-            if unit.index not in self._unwritten:
+            if unit.index not in self._unchanged:
                 return
-            begun, self.waiting = time.monotonic(), unit
-            if unit in self._remaining:  # nothing is more urgent
-                self._remaining.remove(unit)
-                self._remaining.insert(0, unit)
-            self._changed.wait_for(lambda: unit.index not in self._unwritten)
-            self.waiting = None
-            self._waited += time.monotonic() - begun
+            source = self._sources[unit.index]
+            # As much again stays free: whoever else takes memory meanwhile shall find some.
+            copies = source.nbytes <= min(self._spare, available_bytes() // 2)
+            if copies:
+                self._spare -= source.nbytes
+            else:
+                self.waiting = unit
+                if unit in self._remaining:  # nothing is more urgent
+                    self._remaining.remove(unit)
+                    self._remaining.append(unit)
+                self._changed.wait_for(lambda: unit.index not in self._unchanged)
+                self.waiting = None
+        if copies:
+            source.copy()
+            with self._changed:
+                self._copied.add(unit.index)
+                self._unchanged.discard(unit.index)
+        self._waited += time.monotonic() - begun
 
     @property
     def running(self) -> bool:
@@ -115,6 +137,8 @@ class Snapshot:
             shutil.rmtree(self._partial, ignore_errors=True)
         finally:
             self._release()
+            for source in self._sources.values():
+                source.close()
         if self.error is None:
             prune(self._saving.folder, self._keep_last)
         self._report(
@@ -126,6 +150,7 @@ class Snapshot:
                 "bytes": sum(file["bytes"] for file in self._files.values()),
                 "seconds": time.monotonic() - begun,
                 "waited_seconds": self._waited,
+                "copied_bytes": sum(self._sources[index].nbytes for index in self._copied),
                 "requests": self._requests,
                 "time": time.time(),
             }
@@ -137,12 +162,16 @@ class Snapshot:
                 with self._changed:
                     if not self._remaining:
                         return
-                    unit = self._remaining.pop(0)
+                    unit = self._remaining.pop()
                 with open(self._partial / shard_name(unit), "wb") as file:
-                    self._files[shard_name(unit)] = write_shard(file, self._state, unit)
+                    source = self._sources[unit.index]
+                    self._files[shard_name(unit)] = write_shard(file, unit, source)
                     # From here on its bytes are the page cache's, and it may change.
+                    source.close()
                     with self._changed:
-                        self._unwritten.discard(unit.index)
+                        if unit.index in self._copied:
+                            self._spare += source.nbytes
+                        self._unchanged.discard(unit.index)
                         self._changed.notify_all()
                     os.fsync(file.fileno())
         except BaseException:
@@ -153,7 +182,7 @@ class Snapshot:
         """Nothing more is read from the state."""
         with self._changed:
             self._remaining.clear()
-            self._unwritten.clear()
+            self._unchanged.clear()
             self._changed.notify_all()
 
     def _copy_assets(self) -> None:

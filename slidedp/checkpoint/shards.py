@@ -1,4 +1,4 @@
-"""A unit of the state as a safetensors file: written and read with no copy of it."""
+"""A unit of the state as a safetensors file: written and read in pieces."""
 
 import json
 import zlib
@@ -9,14 +9,14 @@ from typing import IO, Any
 import numpy as np
 
 from slidedp.checkpoint.folder import INDEX, damaged
+from slidedp.checkpoint.source import KINDS, Source
 from slidedp.host.state import HostState
 from slidedp.model.units import Parameter, Unit
 
-KINDS = ("master", "exp_avg", "exp_avg_sq")
 THREADS = 4
 """Shards that are written or read at once: one thread alone is slower than a disk or a page cache."""
-PIECE = 8 * 2**20
-"""Bytes that are checked and written at once."""
+PIECE = 2 * 2**20
+"""Elements that are checked and written at once."""
 
 
 def shard_name(unit: Unit) -> str:
@@ -31,14 +31,8 @@ def shard_tensors(unit: Unit, frozen: bool = False) -> Iterator[tuple[str, str, 
             yield f"{kind}.{parameter.name}", kind, parameter
 
 
-def _values(state: HostState, unit: Unit, kind: str, parameter: Parameter) -> np.ndarray:
-    """Where a tensor of a shard lies in the state, flat."""
-    array: np.ndarray = getattr(state.unit(unit), kind)
-    return array[parameter.offset : parameter.offset + parameter.numel]
-
-
-def write_shard(file: IO[bytes], state: HostState, unit: Unit) -> dict[str, int]:
-    """Writes a unit straight from the state, with no copy of it; returns bytes and CRC-32."""
+def write_shard(file: IO[bytes], unit: Unit, source: Source) -> dict[str, int]:
+    """Writes a unit straight from where it is; returns bytes and CRC-32."""
     header, offset = {}, 0
     for name, _, parameter in shard_tensors(unit, unit.frozen):
         end = offset + 4 * parameter.numel
@@ -50,9 +44,10 @@ def write_shard(file: IO[bytes], state: HostState, unit: Unit) -> dict[str, int]
     crc = zlib.crc32(head)
     file.write(head)
     for _, kind, parameter in shard_tensors(unit, unit.frozen):
-        for piece in _pieces(_values(state, unit, kind, parameter)):
-            crc = zlib.crc32(piece, crc)
-            file.write(piece)
+        for start, stop in _pieces(parameter):
+            with source.reading(kind, start, stop) as piece:
+                crc = zlib.crc32(piece, crc)
+                file.write(piece)
     file.flush()
     return {"bytes": len(head) + offset, "crc32": crc}
 
@@ -69,7 +64,9 @@ def read_shard(folder: Path, files: dict[str, Any], unit: Unit, state: HostState
         tensors = {name: (kind, parameter) for name, kind, parameter in shard_tensors(unit)}
         for name in shapes:  # in the order of the file, which need not be that of the model today
             kind, parameter = tensors[name]
-            for piece in _pieces(_values(state, unit, kind, parameter)):
+            array: np.ndarray = getattr(state.unit(unit), kind)
+            for start, stop in _pieces(parameter):
+                piece = array[start:stop].data.cast("B")
                 if unit.frozen and kind != "master":
                     piece = memoryview(bytearray(len(piece)))
                 file.readinto(piece)
@@ -88,10 +85,11 @@ def read_shapes(file: IO[bytes], path: Path) -> dict[str, Any]:
         raise damaged(path, "has no readable header") from error
 
 
-def _pieces(values: np.ndarray) -> Iterator[memoryview]:
-    memory = values.data.cast("B")
-    for start in range(0, len(memory), PIECE):
-        yield memory[start : start + PIECE]
+def _pieces(parameter: Parameter) -> Iterator[tuple[int, int]]:
+    """(start, stop) of runs of its elements, counted from the beginning of the unit."""
+    end = parameter.offset + parameter.numel
+    for start in range(parameter.offset, end, PIECE):
+        yield start, min(start + PIECE, end)
 
 
 def check_size(path: Path, wanted: int) -> None:

@@ -1,5 +1,6 @@
 """A checkpoint is of one version of the parameters, whatever the disk's pace."""
 
+import itertools
 import threading
 from dataclasses import replace
 
@@ -17,16 +18,28 @@ from tests.pool import pool
 from tests.stream.cases import config as case
 
 
+@pytest.mark.parametrize("pieces", [0, 2])
+@pytest.mark.parametrize("spare_bytes", [0, 10**9])
 @pytest.mark.parametrize("schedule", ["in_forward", "in_backward"])
-def test_an_update_waits_for_the_shard_of_its_unit(tmp_path, monkeypatch, schedule):
-    """Two shards are not written before the next step tries to update them."""
-    made = Bench(Layout(schedule=schedule, chunk_bytes=4096), saving=saving(tmp_path))
+def test_an_update_waits_for_the_shard_of_its_unit_or_copies_it(
+    tmp_path, monkeypatch, schedule, spare_bytes, pieces
+):
+    """Two shards are written no further than some `pieces` before the next step tries to update them. With
+    spare memory it goes on, and they are written of what was."""
+    made = Bench(Layout(schedule=schedule, chunk_bytes=4096), saving=saving(tmp_path, spare_bytes))
     open_, write = threading.Event(), saving_module.write_shard
 
-    def late(file, state, unit):
+    def late(file, unit, source):
+        read, written = source.reading, itertools.count()
+
+        def reading(kind, start, stop):
+            if next(written) == pieces:
+                assert open_.wait(DEADLINE)
+            return read(kind, start, stop)
+
         if unit.index in (1, 2):
-            assert open_.wait(DEADLINE)
-        return write(file, state, unit)
+            source.reading = reading
+        return write(file, unit, source)
 
     monkeypatch.setattr(saving_module, "write_shard", late)
     made.start(0)
@@ -40,12 +53,15 @@ def test_an_update_waits_for_the_shard_of_its_unit(tmp_path, monkeypatch, schedu
     step = threading.Thread(target=made.land_all, args=(1, gradients), daemon=True)
     step.start()
     until(lambda: snapshot.waiting or not step.is_alive(), "the step waits or ends")
+    assert step.is_alive() == (not spare_bytes)
     open_.set()
     step.join(DEADLINE)
     snapshot.join()
     assert made.snapshot() != version_1
     event = made.reports[-1] if made.reports[-1]["kind"] == "checkpoint" else made.reports[-2]
     assert (event["step"], event["error"], event["requests"]) == (1, None, [5])
+    slow = 12 * sum(unit.numel for unit in made.units if unit.index in (1, 2))
+    assert event["copied_bytes"] >= slow if spare_bytes else event["copied_bytes"] == 0
     assert loaded(tmp_path / "step-00000001", made.units) == (Progress(1, 1), version_1)
     made.close()
 
@@ -111,9 +127,9 @@ def test_a_write_back_waits_for_the_shards_of_the_checkpoint_before(tmp_path, mo
     made.worker.config = replace(made.worker.config, steps=3 if end == "last step" else 50)
     open_, write = threading.Event(), saving_module.write_shard
 
-    def late(file, state, unit):
+    def late(file, unit, source):
         assert open_.wait(DEADLINE)
-        return write(file, state, unit)
+        return write(file, unit, source)
 
     monkeypatch.setattr(saving_module, "write_shard", late)
 

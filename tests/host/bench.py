@@ -16,7 +16,7 @@ from slidedp.layout import Layout
 from slidedp.model.units import Parameter, Unit, chunks
 
 RANKS = 2
-SAVING = Saving(Path("none"), Path("none"), {}, Progress())
+SAVING = Saving(Path("none"), Path("none"), {}, Progress(), 0)
 # unit -> (matrix elements, norm elements)
 SIZES = [(2000, 0), (1500, 70), (1500, 70), (0, 100)]
 

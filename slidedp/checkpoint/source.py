@@ -1,0 +1,45 @@
+"""What a checkpoint reads of a unit: the state itself, or a copy once the unit has had to change."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from slidedp.host import kernels
+from slidedp.host.state import HostState
+from slidedp.model.units import Unit
+
+KINDS = ("master", "exp_avg", "exp_avg_sq")
+
+
+class Source:
+    """The arrays of one unit, read in pieces by the thread that writes its shard. Another thread may copy
+    them between two pieces."""
+
+    def __init__(self, state: HostState, unit: Unit) -> None:
+        held = state.unit(unit)
+        self._arrays = {kind: getattr(held, kind) for kind in (KINDS[:1] if unit.frozen else KINDS)}
+        self._lock = threading.Lock()
+        self.nbytes = sum(array.nbytes for array in self._arrays.values())
+
+    @contextmanager
+    def reading(self, kind: str, start: int, stop: int) -> Iterator[memoryview]:
+        """The bytes of elements [start, stop) of an array; they stay as they are within the block."""
+        with self._lock:
+            yield self._arrays[kind][start:stop].data.cast("B")
+
+    def copy(self) -> None:
+        """From then on only a copy is read, and the unit may change. All threads of the kernels make it."""
+        arrays = self._arrays
+        copies = {kind: np.empty_like(array) for kind, array in arrays.items()}
+        for kind, array in arrays.items():
+            kernels.copy(array, copies[kind])
+        with self._lock:
+            if self._arrays:
+                self._arrays = copies
+
+    def close(self) -> None:
+        """Nothing is read any more; gives the copy's memory back."""
+        with self._lock:
+            self._arrays = {}
