@@ -47,6 +47,7 @@ def sweep(layers: int, ranks: int, compiled: bool) -> list[Layout]:
         {"delivery": "broadcast"},
     ]
     everywhere = {"gpu_updates": layers + 2, "resident_updates": layers + 2}
+    keep: dict[str, Any] = {"activations": "keep"}
     middle: list[dict[str, Any]] = [
         {"schedule": "in_forward"},
         {"landing": "ring"},
@@ -56,17 +57,30 @@ def sweep(layers: int, ranks: int, compiled: bool) -> list[Layout]:
         {"chunk_bytes": 512 * 2**20},
         {"window": 2, "gradient_slots": 1},
         {"activations": "offload"},
-        {"activations": "keep"},
+        keep,
         {"gpu_updates": 4},
         {"gpu_updates": 12},
         {"gpu_updates": 12, "resident_updates": 12},
-        {"activations": "keep", "gpu_updates": 12},
-        {"activations": "keep"} | everywhere,
-        {"activations": "keep", "chunk_bytes": 512 * 2**20} | everywhere,
+        keep | {"gpu_updates": 12},
+        keep | everywhere,
+        keep | everywhere | {"chunk_bytes": 512 * 2**20},
         {"schedule": "in_forward"} | everywhere,
+        {"window": layers},
+        keep | {"schedule": "in_forward"},
+        keep | {"chunk_bytes": 256 * 2**20, "window": 6},
+        keep | {"gpu_updates": 12, "resident_updates": 12},
+        keep | {"gpu_updates": layers, "resident_updates": layers // 2},
+        {"gpu_updates": layers + 2, "update_slots": 24},
+        {"activations": ("recompute", "keep") * (layers // 2) + ("keep",) * (layers % 2)},
+        {"activations": "offload"} | everywhere,
+        everywhere,
+        everywhere | {"window": layers, "chunk_bytes": 256 * 2**20},
+        keep | everywhere | {"window": layers},
+        keep | everywhere | {"schedule": "in_forward", "chunk_bytes": 256 * 2**20},
     ]
     if compiled:
-        middle += [{"activations": "partial"}, {"activations": "partial", "schedule": "in_forward"}]
+        partial: dict[str, Any] = {"activations": "partial"}
+        middle += [partial, partial | {"schedule": "in_forward"}, partial | everywhere]
     return [first, *(dataclasses.replace(first, **fields) for fields in middle)]
 
 
