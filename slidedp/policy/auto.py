@@ -17,7 +17,7 @@ from pathlib import Path
 from slidedp.config import Config
 from slidedp.errors import ConfigError
 from slidedp.layout import DELIVERIES, REDUCTIONS, TURN, Layout
-from slidedp.policy.candidates import Candidates, Trial
+from slidedp.policy.candidates import CAUTION, Candidates, Trial
 from slidedp.policy.flips import TIE, flip
 from slidedp.policy.rates import Rates
 from slidedp.policy.records import Candidate, Record, save_records
@@ -25,8 +25,10 @@ from slidedp.policy.words import NAMES, WAITS, describe, describe_modes
 from slidedp.preflight import Plan, plan
 
 CHUNKS = tuple(2**20 * mib for mib in (8, 16, 32, 64, 128, 256, 512))
-WINDOWS = (2, 3, 4, 6)
-GRADIENT_SLOTS = (1, 2, 3)
+WINDOWS = (3, 4, 6)
+GRADIENT_SLOTS = (2, 3)
+"""Fewer only where the config says so, or nothing else fits: what they save is little, and the model has
+none of the small delays that a spare buffer hides."""
 SHORT_LIST = 4
 """Layouts tried with real steps, besides the one that the run starts with."""
 NEAR = 1.15
@@ -247,10 +249,21 @@ class AutoPolicy:
             return why, "there is no other candidate that fits"
         other = candidates[others[0]]
         slower = other.seconds - best.seconds
-        if slower <= TIE * best.seconds:
+        expected = [self.candidates.expected(layouts[i]) for i in (ranked[0], others[0])]
+        if slower < -TIE * best.seconds:
+            why += (
+                f"; {other.note} is predicted {-slower / best.seconds:.1%} faster, but loses more "
+                f"where all but compute is {CAUTION - 1:.0%} slower than probed"
+            )
+        elif expected[1] - expected[0] <= TIE * expected[0]:
             why += f"; {other.note} is as fast within {TIE:.1%}"
-            if other.gpu_bytes > best.gpu_bytes:
+            if other.gpu_bytes - best.gpu_bytes > 0.05 * 2**30:
                 why += f" and takes {(other.gpu_bytes - best.gpu_bytes) / 2**30:.1f} GiB more per GPU"
+        elif slower <= TIE * best.seconds:
+            why += (
+                f"; {other.note} is as fast within {TIE:.1%}, until all but compute is slower than probed: "
+                f"{(expected[1] - expected[0]) / (best.seconds / 2):.1%} where that is {CAUTION - 1:.0%}"
+            )
         else:
             why += f"; next is {other.note}, {slower / best.seconds:.1%} slower"
             causes = {c: other.exposed.get(c, 0.0) - best.exposed.get(c, 0.0) for c in other.exposed}

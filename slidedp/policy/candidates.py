@@ -5,6 +5,7 @@ buffer competes with what the same bytes would gain as kept activations.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ GPU_SHARE = 0.92
 """Part of the free GPU memory that a layout may plan for: activations are estimates, and allocators
 leave gaps."""
 PARTIAL_BUDGETS = (0.2, 0.35, 0.5, 0.75)
+CAUTION = 1.3
+"""How much slower links, worker and enqueueing may be than probed: by a neighbour, or the model's error."""
 
 
 class Trial(NamedTuple):
@@ -32,6 +35,15 @@ class Trial(NamedTuple):
     """All steps run under the layout, those that settle it included."""
     wall: float
     """Seconds of all of them, the switch included."""
+
+
+def slowed(rates: Rates, factor: float) -> Rates:
+    """The same machine where all but compute takes `factor` times as long."""
+    for group in ("links", "collectives", "update", "host_memory"):
+        rates = rates.faster(group, 1 / factor)
+    threads = ("enqueue_forward", "enqueue_backward", "enqueue_operation")
+    changed = {name: getattr(rates, name) * factor for name in threads}
+    return dataclasses.replace(rates, gpu_update=rates.gpu_update / factor, **changed)
 
 
 def fits(there: Plan) -> bool:
@@ -46,12 +58,14 @@ class Candidates:
 
     def __init__(self, plan: Plan, rates: Rates) -> None:
         self.plan, self.rates = plan, rates
+        self._slow = slowed(rates, CAUTION)
         self.workload: Workload = workload_of(plan)
         self.trials: dict[Layout, Trial] = {}
         """Real steps so far, by layout."""
         self.known: dict[Layout, Candidate] = {}
         """All that were predicted, by layout."""
         self._plans: dict[Layout, Plan] = {}
+        self._expected: dict[Layout, float] = {}
         self.lightest = self._lightest()
         """A layout that fits, from which the stages start."""
 
@@ -92,13 +106,22 @@ class Candidates:
         fitting = [mix for mix in self.mixes(layout) if self.fit(mix)]
         return min(fitting, key=self.rank) if fitting else layout
 
-    def rank(self, layout: Layout) -> tuple[float, int]:
-        """Orders layouts: the fastest first, and of equal ones the one that takes less of the GPU."""
+    def expected(self, layout: Layout) -> float:
+        """Seconds by which layouts are ranked: measured, or midway between what is predicted from the rates
+        and from rates that are slower by CAUTION in all but compute. Where nothing has to wait, every layout
+        is as fast as compute; what tells them apart is how much can go wrong before something waits."""
         candidate = self.of(layout)
+        if candidate.measured_seconds is not None:
+            return candidate.measured_seconds
+        if layout not in self._expected:
+            slow = predict(self.workload, self._slow, layout).step_seconds
+            self._expected[layout] = (candidate.predicted_seconds + slow) / 2
+        return self._expected[layout]
+
+    def rank(self, layout: Layout) -> tuple[int, int]:
+        """Orders layouts: the fastest first, and of equal ones the one that takes less of the GPU."""
         # In steps of TIE, so that a gain nobody could measure does not cost gigabytes.
-        return round(
-            candidate.seconds / (TIE * self.of(self.lightest).predicted_seconds), 0
-        ), candidate.gpu_bytes
+        return round(math.log(self.expected(layout)) / TIE), self.of(layout).gpu_bytes
 
     def mixes(self, layout: Layout) -> Iterator[Layout]:
         """Activation layouts worth a look: a small knapsack.
@@ -121,7 +144,7 @@ class Candidates:
             def mix(count: int, lean: str = lean, rich: str = rich, budget: float = budget) -> Layout:
                 modes = (lean,) * (layers - count) + (rich,) * count
                 activations = modes if 0 < count < layers else modes[0]
-                budget = budget if "partial" in modes else layout.partial_budget
+                budget = budget if "partial" in modes else self.plan.config.layout.partial_budget
                 return dataclasses.replace(layout, activations=activations, partial_budget=budget)
 
             most = layers

@@ -3,11 +3,14 @@
 import os
 import time
 from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
 
 from slidedp.host import kernels
+from slidedp.host.messages import Landed
 from slidedp.host.worker import worker_threads
 from slidedp.policy.phases import PHASES, Setup
 
@@ -46,7 +49,18 @@ def worker_rates(setup: Setup) -> dict[str, float]:
         if updates:
             found[name] = rate(lambda: update(count), count, sizes.seconds)
         setup.barrier.wait()
-    found["update_latency"] = 1 / rate(lambda: update(64), 1, 0.02)
+    worker_end, rank_end = Pipe()
+
+    def chunk() -> None:
+        """What comes with each chunk of a unit besides its parameters: see `run_worker`."""
+        rank_end.send(Landed(0, 0, 0, 0.0))
+        for source in wait([worker_end], timeout=0):
+            assert isinstance(source, Connection)
+            source.recv()
+        wait([worker_end], timeout=0)
+        update(64)
+
+    found["update_latency"] = 1 / rate(chunk, 1, 0.05)
     half_count = count // 2 // 64 * 64
     out = np.zeros(half_count, bits)
 

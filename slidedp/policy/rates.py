@@ -148,7 +148,7 @@ class Rates:
     """Seconds per chunk besides its bytes, on a link."""
     collective_latency: float = 3e-5
     update_latency: float = 1e-4
-    """Seconds per call of the worker's kernel."""
+    """Seconds of the worker per chunk besides its parameters: messages and the kernel's call."""
     message_latency: float = 2e-4
     """Seconds from a landing to the worker, and from a publication to the ranks."""
     synchronous: bool = False
