@@ -3,18 +3,14 @@
 import gc
 import sys
 import time
-import types
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
-from functools import cache, partial
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch._functorch.config as functorch_config
 import torch.distributed as dist
 from transformers import PretrainedConfig
 
@@ -34,28 +30,18 @@ from slidedp.host.process import (
 from slidedp.host.state import HostState, StateHandle
 from slidedp.layout import Layout
 from slidedp.metrics import MetricsQueue
-from slidedp.model.documents import VARLEN, has_varlen, within_documents
-from slidedp.model.experts import experts_of, tokens_that_count
-from slidedp.model.families import (
-    LayerFunction,
-    embedding_scale,
-    layer_function,
-    layer_halves,
-    layer_kinds,
-    norm_function,
-    position_tables,
-    skeleton,
-)
-from slidedp.model.loss import IGNORED, piece_gradient, piece_statistics, softmax_gradient
+from slidedp.model.experts import tokens_that_count
+from slidedp.model.loss import IGNORED
 from slidedp.model.units import frozen_units
+from slidedp.stream.compiled import model_functions
 from slidedp.stream.context import Context
 from slidedp.stream.device import Abort, Aborted, Device
 from slidedp.stream.functions import Batch, ModelFunctions
 from slidedp.stream.gates import Gates
 from slidedp.stream.group import join_ranks
 from slidedp.stream.recorder import Recorder
+from slidedp.stream.rehearsal import rehearse
 from slidedp.stream.step import Engine
-from slidedp.stream.vocabulary import PieceFunctions
 
 
 class RankSetup(NamedTuple):
@@ -77,7 +63,8 @@ class RankSetup(NamedTuple):
 
 
 def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connection) -> None:
-    """Trains until the last step or a stop. Needs an initialised process group."""
+    """Trains until the last step or a stop. Needs an initialised process group. The state is read once
+    `launcher` says so: see Processes.begin."""
     config = setup.config
     ranks = int(config.ranks or 1)
     abort = Abort()
@@ -86,12 +73,6 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
         torch.cuda.set_stream(device.compute)
     if config.gpu_memory_budget is not None:
         device.limit(int(config.gpu_memory_budget * 2**30))
-    state = HostState.open(setup.state)
-    for unit in state.units:
-        device.register(state.delivered(unit))
-    passes = config.gradient_accumulation
-    frozen = frozen_units(state.units)
-    gates = Gates(worker, len(state.units), abort, setup.start * passes, frozen)
     samples = Samples(setup.samples)
     learnt, held_out = split(samples.count, config.data.eval_fraction, config.seed)
     evaluated = samples
@@ -99,9 +80,27 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
         evaluated = Samples(setup.evaluation)
         held_out = np.arange(evaluated.count)
     bounded = any(part.position_ids is not None for part in (samples, evaluated))
-    functions = model_functions(config, setup.model, device, state.dtype, bounded)
+    functions = model_functions(config, setup.model, device, setup.state.dtype, bounded)
     order = Order(len(learnt), config.batch_size, config.seed)
     per_rank = config.micro_batch_size // ranks
+    if config.compile:
+        doing["compute"] = (setup.start, "", "compile")
+        batch = on_device(samples, learnt[:per_rank], per_rank, functions, device)
+        units, dtype = setup.state.units, setup.state.dtype
+        rehearse(config.layout, units, functions, batch, device, dtype, evaluates=len(held_out) > 0)
+        launcher.send({"kind": "mark", "what": f"rank {rank} compiled", "time": time.time()})
+        if device.is_cuda:
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    doing["compute"] = (setup.start, "", "wait for the state")
+    launcher.recv()
+    state = HostState.open(setup.state)
+    for unit in state.units:
+        device.register(state.delivered(unit))
+    passes = config.gradient_accumulation
+    frozen = frozen_units(state.units)
+    gates = Gates(worker, len(state.units), abort, setup.start * passes, frozen)
     context = Context(config, device, rank, state, gates, functions, abort)
 
     registered: set[int] = set()  # units whose FP32 state this GPU reaches
@@ -217,83 +216,6 @@ def on_device(
     )
 
 
-def model_functions(
-    config: Config,
-    model_config: PretrainedConfig,
-    device: Device,
-    dtype: torch.dtype,
-    bounded: bool = False,
-) -> ModelFunctions:
-    """The compute of embed, layer and head, compiled if the config says so. `bounded`: for sequences that
-    hold several documents."""
-    model = skeleton(model_config)
-    positions = position_tables(model_config, model, config.sequence_length, device.torch, dtype)
-    masked = any(own.bounds is not None for own in positions.values())
-    varlen = bounded and not masked and has_varlen(model_config, device.torch, dtype)
-    if varlen:
-        from slidedp.model.varlen import register_varlen  # takes the compiler along
-
-        register_varlen()
-    experts = experts_of(model_config, config.router_aux_loss_coef)
-    balanced = experts is not None and experts.weight > 0
-    layer = layer_function(model, VARLEN if varlen else "sdpa", balanced)
-    attend, mlp = layer_halves(model)
-    cap = getattr(model_config, "final_logit_softcapping", None)
-
-    # One after another, and not one wrapper for all: torch.compile caches by code object.
-    def softmax(
-        logits: torch.Tensor, targets: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return softmax_gradient(logits, targets, scale, cap)
-
-    def statistics(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return piece_statistics(logits, targets, cap)
-
-    def gradient(logits: torch.Tensor, targets: torch.Tensor, *rest: Any) -> torch.Tensor:
-        normalizer, valid, scale = rest
-        return piece_gradient(logits, targets, normalizer, valid, scale, cap)
-
-    def compiled(function: Any) -> Any:
-        return torch.compile(function, dynamic=False) if config.compile else function
-
-    def at_budget(function: Any) -> Callable[[float], Any]:
-        return cache(partial(compile_partial, function)) if config.compile else lambda budget: function
-
-    padding = model.model.embed_tokens.padding_idx
-    return ModelFunctions(
-        layer=compiled(layer),
-        partial=at_budget(layer),
-        attention=compiled(attend),
-        partial_attention=at_budget(attend),
-        mlp=compiled(mlp),
-        norm=norm_function(model),
-        softmax=compiled(softmax),
-        pieces=PieceFunctions(compiled(statistics), compiled(gradient)),
-        kinds=layer_kinds(model_config),
-        positions=positions,
-        within_documents=partial(within_documents, positions, varlen, device.bring),
-        padding_index=-1 if padding is None else padding,
-        embedding_scale=embedding_scale(model, dtype),
-        logit_cap=cap,
-        experts=experts,
-    )
-
-
-def compile_partial(layer: Any, budget: float) -> LayerFunction:
-    """The layer compiled with the partitioner's activation memory budget, a fraction in (0, 1]."""
-    # torch.compile caches by code object: a variant needs one of its own.
-    code = layer.__code__.replace(co_name=f"{layer.__name__}_keeping_{budget}")
-    variant = types.FunctionType(code, layer.__globals__, code.co_name, None, layer.__closure__)
-    compiled = torch.compile(variant, dynamic=False)
-
-    def call(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # The budget is read when the first call compiles; entering it later costs microseconds.
-        with functorch_config.patch(activation_memory_budget=budget):
-            return compiled(*arguments)
-
-    return call
-
-
 def main(rank: int, setup: RankSetup, worker: Connection, launcher: Connection, signs: Connection) -> None:
     """Entry of a rank's process."""
     show_signs_of_life(signs)
@@ -303,12 +225,10 @@ def main(rank: int, setup: RankSetup, worker: Connection, launcher: Connection, 
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     ranks = int(setup.config.ranks or 1)
     with reporting(f"rank {rank}", launcher):
+        share_cores(ranks)  # also on GPUs: a compiled function is bound to the number of threads
         if setup.config.device == "cpu":
-            share_cores(ranks)
             bound_freed_memory()
         join_ranks(str(setup.config.device), rank, ranks, setup.rendezvous)
         launcher.send({"kind": "mark", "what": f"rank {rank} imported and connected", "time": time.time()})
-        doing["compute"] = (setup.start, "", "wait for the state")
-        launcher.recv()  # see Processes.begin
         run_rank(rank, setup, worker, launcher)
         dist.destroy_process_group()

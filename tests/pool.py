@@ -27,6 +27,7 @@ from slidedp.checkpoint import resume as resuming
 from slidedp.checkpoint.folder import Progress
 from slidedp.checkpoint.save import Saving
 from slidedp.config import DTYPES, Config
+from slidedp.host import kernels
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.memory import Handle, Segment
 from slidedp.host.messages import SetLayout
@@ -64,6 +65,7 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def _serve(index: int, ranks: int, rendezvous: str, jobs: list[Connection]) -> None:
     sys.setswitchinterval(0.0005)  # as a rank's own entry does
+    kernels.set_threads(1)  # first: see share_cores
     torch.set_num_threads(1)
     if index < ranks:
         dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=index, world_size=ranks)
@@ -161,6 +163,7 @@ class Pool:
                 "patch_arguments": {"index": rank, **(patch_arguments or {})},
             }
             self._jobs[rank].send((run_rank, patch, arguments, outputs[rank][1]))
+            outputs[rank][0].send(None)  # the state is there
         arguments = {
             "config": config,
             "state": state.handle,

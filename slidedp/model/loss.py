@@ -50,7 +50,7 @@ def linear_cross_entropy(
     hidden [tokens, width], weight [vocabulary, width], targets [tokens] int64; the gradient of the
     weight is added to `weight_gradient`, FP32 of the weight's shape.
     """
-    piece = _piece(hidden, weight)
+    piece = tokens_at_once(len(weight), hidden.is_cuda)
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     gradient = torch.empty_like(hidden)
     for start in range(0, hidden.shape[0], piece):
@@ -103,7 +103,7 @@ def summed_cross_entropy(
     hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, cap: float | None = None
 ) -> torch.Tensor:
     """The loss of `linear_cross_entropy` alone."""
-    piece = _piece(hidden, weight)
+    piece = tokens_at_once(len(weight), hidden.is_cuda)
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
     for part, labels in zip(hidden.split(piece), targets.split(piece), strict=True):
         logits = capped((part @ weight.t()).float(), cap)
@@ -111,7 +111,7 @@ def summed_cross_entropy(
     return loss
 
 
-def _piece(hidden: torch.Tensor, weight: torch.Tensor) -> int:
-    """Tokens at a time. A GPU wants pieces that fill its matrix units (1 GiB of BF16 logits), a CPU its
-    cache."""
-    return max(1, (2**29 if hidden.is_cuda else 2**22) // weight.shape[0])
+def tokens_at_once(vocabulary: int, cuda: bool) -> int:
+    """Tokens whose logits exist at a time. A GPU wants pieces that fill its matrix units (1 GiB of BF16
+    logits), a CPU its cache."""
+    return max(1, (2**29 if cuda else 2**22) // vocabulary)

@@ -11,10 +11,11 @@ from slidedp.model.loss import linear_cross_entropy
 from slidedp.model.units import Unit
 from slidedp.policy.phases import enqueue_seconds, seconds
 from slidedp.preflight import Plan
-from slidedp.rank import ModelFunctions, model_functions
 from slidedp.stream.activations import Activations, Keep, LayerCall, Parameters, Recompute
 from slidedp.stream.buffers import is_tied
+from slidedp.stream.compiled import model_functions
 from slidedp.stream.device import Device
+from slidedp.stream.functions import ModelFunctions
 
 PARTIAL_BUDGET = 0.5
 """The one fraction of kept intermediates that is measured; each costs a compilation."""

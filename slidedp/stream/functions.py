@@ -5,10 +5,12 @@ from typing import NamedTuple
 
 import torch
 
+from slidedp.layout import Layout
 from slidedp.model.documents import PositionsByKind
 from slidedp.model.experts import Experts
 from slidedp.model.families import LayerFunction, LayerHalf
 from slidedp.model.loss import SoftmaxGradient
+from slidedp.model.tiles import tiled
 from slidedp.stream.device import HostCopy
 from slidedp.stream.timeline import Timeline
 from slidedp.stream.vocabulary import PieceFunctions
@@ -44,6 +46,18 @@ class ModelFunctions(NamedTuple):
     """What logits are bent below, as `softmax` does it; None for no limit."""
     experts: Experts | None
     """Those of each layer; None if the model is dense."""
+
+    def of_mode(self, mode: str, layout: Layout) -> tuple[LayerFunction, LayerFunction]:
+        """The layer of forward, and the one that runs again for backward, where nobody reads its output."""
+        partial = mode == "partial"
+        if not layout.mlp_tile_tokens:
+            whole = self.partial(layout.partial_budget) if partial else self.layer
+            return whole, whole
+        attention = self.partial_attention(layout.partial_budget) if partial else self.attention
+        return (
+            tiled(attention, self.mlp, layout.mlp_tile_tokens),
+            tiled(attention, self.mlp, layout.mlp_tile_tokens, read=False),
+        )
 
 
 class Batch(NamedTuple):

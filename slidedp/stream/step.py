@@ -18,7 +18,6 @@ from slidedp.layout import Layout
 from slidedp.model.experts import Experts, Routing
 from slidedp.model.families import LayerFunction
 from slidedp.model.loss import linear_cross_entropy, summed_cross_entropy
-from slidedp.model.tiles import tiled
 from slidedp.model.units import Unit
 from slidedp.stream.activations import Activations, Keep, LayerCall, Offload, Parameters, Recompute, Spill
 from slidedp.stream.buffers import Buffers, is_tied
@@ -54,8 +53,8 @@ class Engine:
         # worker rescales by the true global count of targets.
         tokens = config.micro_batch_size // self.ranks * config.sequence_length
         self._scale = 1.0 / tokens
-        self._layer = self._layers("evaluation")[0]
-        calls = {mode: self._layers(mode) for mode in set(self.modes)}
+        self._layer = functions.of_mode("evaluation", layout)[0]
+        calls = {mode: functions.of_mode(mode, layout) for mode in set(self.modes)}
         self._calls = {
             i + 1: tuple(self._call(i, layer) for layer in calls[mode]) for i, mode in enumerate(self.modes)
         }
@@ -140,18 +139,6 @@ class Engine:
             normed = self.functions.norm(parameters["norm.weight"], hidden)
             cap = self.functions.logit_cap
             return summed_cross_entropy(normed.flatten(0, 1), weight, batch.labels.flatten(), cap)
-
-    def _layers(self, mode: str) -> tuple[LayerFunction, LayerFunction]:
-        """The layer of forward, and the one that runs again for backward, where nobody reads its output."""
-        functions, layout, partial = self.functions, self.layout, mode == "partial"
-        if not layout.mlp_tile_tokens:
-            whole = functions.partial(layout.partial_budget) if partial else functions.layer
-            return whole, whole
-        attention = functions.partial_attention(layout.partial_budget) if partial else functions.attention
-        return (
-            tiled(attention, functions.mlp, layout.mlp_tile_tokens),
-            tiled(attention, functions.mlp, layout.mlp_tile_tokens, read=False),
-        )
 
     def _call(self, index: int, layer: LayerFunction) -> LayerCall:
         kind = self.functions.kinds[index]

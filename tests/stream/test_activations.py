@@ -11,8 +11,8 @@ from slidedp.layout import ACTIVATIONS
 from slidedp.model.families import load_config, skeleton
 from slidedp.model.tiles import tiled
 from slidedp.model.units import units_of
-from slidedp.rank import compile_partial
 from slidedp.stream.activations import Keep, Offload, Recompute, Spill
+from slidedp.stream.compiled import compile_partial
 from slidedp.stream.device import Abort, Device, Signal
 from slidedp.stream.signals import Step
 from slidedp.stream.spill import SpillStore
