@@ -25,7 +25,7 @@ from slidedp.config import Config
 from slidedp.host import worker as worker_process
 from slidedp.host.memory import Handle, Segment
 from slidedp.host.messages import Profile, Save, SetLayout, Stop
-from slidedp.host.start import context_of, start
+from slidedp.host.start import import_ahead, start
 from slidedp.host.state import StateHandle
 from slidedp.shortage import MemoryWatch
 from slidedp.stalls import StallWatch
@@ -66,7 +66,7 @@ class Processes:
         ranks = self.ranks = int(config.ranks or 1)
         self._closing = False
         self._rendezvous = tempfile.TemporaryDirectory(prefix="slidedp-")
-        context = context_of(str(config.device))
+        context = import_ahead()
         to_worker = [context.Pipe() for _ in range(ranks)]
         to_us = [context.Pipe() for _ in range(ranks + 1)]
         signs = [context.Pipe(duplex=False) for _ in range(ranks + 1)]
@@ -89,7 +89,7 @@ class Processes:
         ends: list[Any] = [(to_worker[rank][0], to_us[rank][1], signs[rank][1]) for rank in range(ranks)]
         ends.append(([theirs for _, theirs in to_worker], to_us[-1][1], signs[-1][1]))
         try:
-            started = start(_enter, (ranks, self._setup.handle, ends), ranks + 1, str(config.device))
+            started = start(_enter, (ranks, self._setup.handle, ends), ranks + 1)
         except BaseException:
             self._setup.close()
             self._rendezvous.cleanup()

@@ -98,8 +98,7 @@ def launch(
         source = find(resume, config.run_folder)
         start = resuming.check(source, preflight.units, config)
     folder = new_run_folder(config, source)
-    if config.device == "cpu":
-        import_ahead()  # while the data is prepared
+    import_ahead()  # while the data is prepared
     tokenizer = load_tokenizer(config)
     if source is None and isinstance(config.model, str) and not config.random_weights:
         check_pretrained(preflight.units, config.model)

@@ -116,7 +116,7 @@ class Pool:
         pipes = [context.Pipe() for _ in range(ranks + 1)]
         self._jobs = [ours for ours, _ in pipes]
         arguments = ranks, f"{self._folder.name}/rendezvous", [theirs for _, theirs in pipes]
-        self._processes = start(_serve, arguments, ranks + 1, "cpu").processes
+        self._processes = start(_serve, arguments, ranks + 1).processes
 
     def run(
         self,

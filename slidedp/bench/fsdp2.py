@@ -71,7 +71,7 @@ def run_fsdp2(
             config, weights, samples, cases, steps, ranks, device, dtype, compiled,
             optimizer or Optimizer(lr=1e-4, clip_norm=None), f"{folder}/ranks",
         )  # fmt: skip
-        yield from results_of(_rank, (setup,), ranks, device)
+        yield from results_of(_rank, (setup,), ranks)
 
 
 def _rank(rank: int, setup: _Setup, results: Connection) -> None:

@@ -3,16 +3,14 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from slidedp.host.start import context_of, start
+from slidedp.host.start import import_ahead, start
 
 
-def results_of(
-    rank: Callable[..., None], arguments: tuple[Any, ...], ranks: int, device: str
-) -> Iterator[dict[str, Any]]:
+def results_of(rank: Callable[..., None], arguments: tuple[Any, ...], ranks: int) -> Iterator[dict[str, Any]]:
     """Calls `rank(index, *arguments, results)` in `ranks` processes and yields what they send to the
     connection `results`. Raises what a rank raises; ends them all if nobody listens any more."""
-    receiver, sender = context_of(device).Pipe(duplex=False)
-    processes = start(rank, (*arguments, sender), ranks, device)
+    receiver, sender = import_ahead().Pipe(duplex=False)
+    processes = start(rank, (*arguments, sender), ranks)
     sender.close()
     try:
         while True:

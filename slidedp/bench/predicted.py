@@ -1,32 +1,32 @@
 """python -m slidedp.bench.predicted 8B --batch 16 40 --ranks 2 --json docs/step_time.json
 
 Predicted against measured step times: per batch, one run on random weights goes through a list of
-layouts and through the policy's own choice; the model predicts each of them from a probe of the machine,
-and again from the probe corrected by the run's first timeline.
+layouts and through the policy's own choice; the model predicts each of them from a probe of the machine, and
+again from the probe corrected by the run's first timeline. The file keeps what was measured:
+`slidedp.bench.measured` predicts it again.
 """
 
 import argparse
 import dataclasses
-import json
 import statistics
 import tempfile
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
+import torch
 from transformers import PretrainedConfig
 
+from slidedp.bench.measured import CHOICE, Measured, accuracy, predictions, write
 from slidedp.bench.shapes import QWEN3, qwen3
 from slidedp.bench.slide import WARM_UP, random_samples, wait_for_step
-from slidedp.bench.speedup import CHOICE
 from slidedp.config import Config, Data, Optimizer
 from slidedp.layout import Layout
 from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.calibrate import calibrated
 from slidedp.policy.candidates import fits
 from slidedp.policy.probe import probe
-from slidedp.policy.step_time import predict
 from slidedp.policy.tune import CALIBRATION
 from slidedp.policy.words import describe
 from slidedp.policy.workload import workload_of
@@ -84,7 +84,8 @@ def sweep(layers: int, ranks: int, compiled: bool) -> list[Layout]:
     return [first, *(dataclasses.replace(first, **fields) for fields in middle)]
 
 
-def compare(
+def measure(
+    name: str,
     model: PretrainedConfig,
     batch: int,
     layouts: list[Layout] | None = None,
@@ -92,23 +93,22 @@ def compare(
     length: int = 1024,
     ranks: int | None = None,
     **settings: Any,
-) -> Iterator[dict[str, Any]]:
-    """One row per layout that fits, as soon as it has had its steps: predictions in seconds, and what real
-    steps took.
+) -> Iterator[Measured]:
+    """The workload as far as it is measured, after every layout that fits has had its steps.
 
-    `batch` is in sequences per rank; `settings` are further fields of the config.
+    `name` is the model's, `batch` in sequences per rank; `settings` are further fields of the config.
     """
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as folder:
         config = Config(
             model=model,
-            data=Data(path=name),
+            data=Data(path=folder),
             sequence_length=length,
             batch_size=batch * int(ranks or 1),
             steps=1_000_000,
             ranks=ranks,
             layout=Layout(schedule="in_backward"),
             optimizer=Optimizer(lr=1e-5, clip_norm=None),
-            run_folder=str(Path(name, "run")),
+            run_folder=str(Path(folder, "run")),
             **settings,
         )
         planned = plan(config)
@@ -118,10 +118,20 @@ def compare(
         if chosen not in layouts:
             layouts = [*layouts, chosen]
         layouts = [layout for layout in layouts if fits(under(planned, layout))]
-        random_samples(Path(name), config.batch_size, length, model.vocab_size)
+        random_samples(Path(folder), config.batch_size, length, model.vocab_size)
         with launch(dataclasses.replace(config, layout=layouts[0])) as run:
             wait_for_step(run, CALIBRATION + 1)
-            corrected = calibrated(rates, workload, layouts[0], run.log, CALIBRATION)
+            found = Measured(
+                name,
+                batch,
+                length,
+                torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+                date.today().isoformat(),
+                dataclasses.asdict(workload),
+                rates.to_dict(),
+                calibrated(rates, workload, layouts[0], run.log, CALIBRATION).to_dict(),
+                [],
+            )
             started = CALIBRATION - WARM_UP
             for layout in layouts:
                 if layout != run.layout:
@@ -133,34 +143,10 @@ def compare(
                 begin = started + WARM_UP
                 wait_for_step(run, begin + MEASURED)
                 steps = run.metrics()["step_seconds"].loc[begin : begin + MEASURED - 1]
-                p = predict(workload, corrected, layout)
-                yield {
-                    "ranks": workload.ranks,
-                    "batch": batch,
-                    "layout": dataclasses.asdict(layout),
-                    "note": CHOICE if layout == chosen else describe(layout, Layout()),
-                    "measured_seconds": float(statistics.median(steps)),
-                    "probed_seconds": predict(workload, rates, layout).step_seconds,
-                    "predicted_seconds": p.step_seconds,
-                    "bound_seconds": p.bound_seconds,
-                    "binding": p.binding,
-                }
-
-
-def accuracy(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Errors of the predictions as fractions, the rank correlation, and how much slower the policy's choice
-    was than the fastest row."""
-    table = pd.DataFrame(rows)
-    errors = [abs(row["predicted_seconds"] / row["measured_seconds"] - 1) for row in rows]
-    fastest = min(row["measured_seconds"] for row in rows)
-    choice = [row["measured_seconds"] for row in rows if row["note"] == CHOICE]
-    return {
-        "layouts": len(rows),
-        "median_error": statistics.median(errors),
-        "worst_error": max(errors),
-        "rank_correlation": float(table["measured_seconds"].rank().corr(table["predicted_seconds"].rank())),
-        "choice_behind_best": min(choice) / fastest - 1 if choice else float("nan"),
-    }
+                note = CHOICE if layout == chosen else describe(layout, Layout())
+                row = {"layout": dataclasses.asdict(layout), "note": note}
+                found.rows.append(row | {"measured_seconds": float(statistics.median(steps))})
+                yield found
 
 
 def main() -> None:
@@ -172,31 +158,33 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens per sequence (1024)")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs (1)")
     parser.add_argument("--host-gib", type=float, help="host memory budget in GiB (what is free)")
-    parser.add_argument("--json", type=Path, help="also write the rows to this file, after each")
+    parser.add_argument("--json", type=Path, help="also write what is measured to this file")
     asked = parser.parse_args()
-    rows: list[dict[str, Any]] = []
+    kept: list[Measured] = []
     for size in asked.sizes:
         for batch in asked.batch:
-            measured = compare(
+            run = measure(
+                f"Qwen3-{size}",
                 qwen3(size),
                 batch,
                 length=asked.length,
                 ranks=asked.ranks,
                 host_memory_budget=asked.host_gib,
             )
-            found = []
-            for row in measured:
-                found.append(row)
+            for found in run:
+                *_, row = predictions(found)
                 error = row["predicted_seconds"] / row["measured_seconds"] - 1
                 print(
                     f"Qwen3-{size} {asked.ranks} x {batch:<3} measured {row['measured_seconds']:7.3f} s "
                     f"predicted {row['predicted_seconds']:7.3f} s {error:+6.1%}  {row['note']}",
                     flush=True,
                 )
-                rows.append({"model": f"Qwen3-{size}"} | row)
                 if asked.json:
-                    asked.json.write_text(json.dumps(rows, indent=1))
-            print({name: round(value, 4) for name, value in accuracy(found).items()}, flush=True)
+                    write(asked.json, [*kept, found])
+            kept.append(found)
+            print(
+                {name: round(value, 4) for name, value in accuracy([*predictions(found)]).items()}, flush=True
+            )
 
 
 if __name__ == "__main__":

@@ -7,13 +7,13 @@ host memory assumed to suffice; and measured, from rows that `slidedp.bench.pred
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
+from slidedp.bench.measured import CHOICE, predictions, read
 from slidedp.bench.shapes import QWEN3, qwen3
 from slidedp.bench.table import describe
 from slidedp.config import Config, Data, Optimizer
@@ -27,8 +27,6 @@ from slidedp.preflight import plan
 FIXED = Layout(delivery="replicated", reduction="cpu", schedule="in_forward", activations="offload")
 """Every rank copies and lands all, the worker sums, every layer's input goes to the host: what fits
 anywhere."""
-CHOICE = "the policy's choice"
-"""The note of a row that was measured under the policy's layout."""
 PLENTY = 1e14
 """Bytes of host memory."""
 
@@ -61,7 +59,8 @@ def predicted(size: str, batch: int, machine: Machine, length: int = 1024) -> di
 
 
 def measured(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same of measured rows, for each workload that was run under both layouts."""
+    """The same of rows of `slidedp.bench.measured.predictions`, for each workload that was run under both
+    layouts."""
     workloads: dict[tuple[str, int, int], dict[str, dict[str, Any]]] = {}
     for row in rows:
         found = workloads.setdefault((row["model"], row["batch"], row["ranks"]), {})
@@ -109,7 +108,7 @@ def main() -> None:
     parser.add_argument("sizes", choices=QWEN3, nargs="+", metavar="SIZE", help=f"Qwen3: {', '.join(QWEN3)}")
     parser.add_argument("--batch", type=int, nargs="+", default=[4, 16], help="sequences per GPU (4 16)")
     parser.add_argument("--length", type=int, default=1024, help="tokens per sequence (1024)")
-    parser.add_argument("--json", type=Path, help="rows that slidedp.bench.predicted has measured")
+    parser.add_argument("--json", type=Path, help="what slidedp.bench.predicted has measured")
     asked = parser.parse_args()
     rows = [
         predicted(size, batch, machine, asked.length)
@@ -118,7 +117,7 @@ def main() -> None:
         for machine in MACHINES
     ]
     if asked.json:
-        rows += measured(json.loads(asked.json.read_text()))
+        rows += measured(row for found in read(asked.json) for row in predictions(found))
     with pd.option_context("display.width", 250, "display.max_colwidth", None, "display.max_columns", None):
         print(pd.DataFrame(rows).round(3).to_string(index=False))
 

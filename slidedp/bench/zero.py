@@ -33,7 +33,7 @@ def run_zero2(
         ) from None
     with tempfile.TemporaryDirectory() as folder:
         arguments = (config, samples, batches, steps, ranks, f"{folder}/ranks")
-        yield from results_of(_rank, arguments, ranks, "cuda")
+        yield from results_of(_rank, arguments, ranks)
 
 
 def _rank(

@@ -1,8 +1,8 @@
 """How processes are started: those of a run, of a probe, and those that tokenise.
 
-On CPUs they are forked from one that has imported everything, multiprocessing's forkserver. It imports while
-the launcher still prepares the data, serves every later launch too, and ends with the launcher. On GPUs each
-process starts afresh: a fork of what has loaded CUDA's libraries has not been tried there.
+They are forked from one that has imported everything, multiprocessing's forkserver. It imports while the
+launcher still prepares the data, serves every later launch too, and ends with the launcher. It must never
+start CUDA, which no fork survives: importing torch does not, asking for GPUs does.
 """
 
 import os
@@ -31,26 +31,18 @@ def import_ahead() -> BaseContext:
     return context
 
 
-def context_of(device: str) -> BaseContext:
-    """What makes pipes and barriers for processes that `start` starts for `device`."""
-    return mp.get_context("spawn") if device == "cuda" else import_ahead()
-
-
-def start(
-    function: Callable[..., None], arguments: tuple[Any, ...], processes: int, device: str
-) -> mp.ProcessContext:
+def start(function: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> mp.ProcessContext:
     """Starts `processes` processes that call `function(index, *arguments)`, and end with this one."""
-    method = context_of(device).get_start_method()
-    # The server has the environment of its own start.
-    environment = dict(os.environ) if method == "forkserver" else {}
+    import_ahead()
     with _deaf():
         started = mp.start_processes(
             _enter,
-            (function, environment, *arguments),
+            # The server has the environment of its own start.
+            (function, dict(os.environ), *arguments),
             nprocs=processes,
             join=False,
             daemon=True,
-            start_method=method,
+            start_method="forkserver",
         )
     assert started is not None
     return started
@@ -59,9 +51,8 @@ def start(
 def _enter(index: int, function: Callable[..., None], environment: dict[str, str], *arguments: Any) -> None:
     """Entry of every process."""
     die_with_parent()
-    if environment:
-        os.environ.clear()
-        os.environ.update(environment)
+    os.environ.clear()
+    os.environ.update(environment)
     # Where this says "forkserver", Numba makes a named lock, which a process that is killed would leave.
     mp.set_start_method("spawn", force=True)
     function(index, *arguments)

@@ -88,7 +88,8 @@ def _with_compute(
         return None if found.empty else float(median(found))
 
     tasks = demands(workload, rates, layout)
-    forward = typical("forward") or rates.forward
+    beside = tasks.forward - rates.forward  # of updates on the GPU, which the rates leave out
+    forward = max(1e-9, (typical("forward") or tasks.forward) - beside)
     changes: dict[str, Any] = {}
     ratios, of_threads = [1.0], []
     if tasks.enqueue_forward > rates.forward:
@@ -99,10 +100,10 @@ def _with_compute(
     for mode in set(modes):
         names = [f"layers.{i}" for i, m in enumerate(modes) if m == mode]
         found = typical("backward", names)
-        enqueue, probed = (
-            tasks.enqueue_backward[modes.index(mode)],
-            rates.backward(mode, layout.partial_budget),
-        )
+        layer = modes.index(mode)
+        enqueue, probed = tasks.enqueue_backward[layer], rates.backward(mode, layout.partial_budget)
+        if found is not None:
+            found = max(1e-9, found - (tasks.backward[layer] - probed))
         if found is not None and enqueue > probed:
             of_threads.append(found / enqueue)
         elif found is not None:

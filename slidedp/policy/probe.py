@@ -27,7 +27,7 @@ from slidedp.config import Config
 from slidedp.errors import ConfigError
 from slidedp.host.memory import Segment
 from slidedp.host.process import bound_freed_memory, share_cores
-from slidedp.host.start import context_of, start
+from slidedp.host.start import import_ahead, start
 from slidedp.policy.measure_compute import PARTIAL_BUDGET, compute_seconds
 from slidedp.policy.measure_transfers import HostCopies, between_ranks, gpu_update
 from slidedp.policy.measure_worker import worker_rates
@@ -105,7 +105,7 @@ def _measure(planned: Plan) -> Rates:
     sizes = ON_CUDA if planned.config.device == "cuda" else ON_CPU
     memory = Segment(2 * ranks * sizes.region, "probe")
     memory.touch()
-    barrier = context_of(str(planned.config.device)).Barrier(ranks + 1)
+    barrier = import_ahead().Barrier(ranks + 1)
     try:
         with tempfile.TemporaryDirectory(prefix="slidedp-probe-") as folder:
             setup = Setup(planned, memory.handle, folder, barrier, sizes)
@@ -118,7 +118,7 @@ def _measure(planned: Plan) -> Rates:
 
 def _run(setup: Setup, processes: int) -> None:
     """Runs the measuring processes to their end; an interrupt ends them too."""
-    started = start(_enter, (setup,), processes, str(setup.planned.config.device))
+    started = start(_enter, (setup,), processes)
     try:
         # Only where somebody looks: None leaves it out of files.
         what = {"desc": "measuring this machine", "bar_format": "{desc}: {elapsed}"}

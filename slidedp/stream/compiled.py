@@ -1,19 +1,16 @@
 """Makes a rank's compute from a model, compiled if the config says so."""
 
-import types
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
 from transformers import PretrainedConfig
 
 from slidedp.config import Config
 from slidedp.model.documents import VARLEN, has_varlen, within_documents
 from slidedp.model.experts import experts_of
 from slidedp.model.families import (
-    LayerFunction,
     embedding_scale,
     layer_function,
     layer_halves,
@@ -67,15 +64,20 @@ def model_functions(
     def compiled(function: Any) -> Any:
         return torch.compile(function, dynamic=False) if config.compile else function
 
-    def at_budget(function: Any) -> Callable[[float], Any]:
-        return cache(partial(compile_partial, function)) if config.compile else lambda budget: function
+    def at_budget(function: Any, half: bool) -> Callable[[float], Any]:
+        if not config.compile:
+            return lambda budget: function
+        from slidedp.stream.partition import attention_share, compile_partial  # takes the compiler along
+
+        attention = attention_share(model_config, dtype, config.sequence_length, half)
+        return cache(partial(compile_partial, function, attention))
 
     padding = model.model.embed_tokens.padding_idx
     return ModelFunctions(
         layer=compiled(layer),
-        partial=at_budget(layer),
+        partial=at_budget(layer, half=False),
         attention=compiled(attend),
-        partial_attention=at_budget(attend),
+        partial_attention=at_budget(attend, half=True),
         mlp=compiled(mlp),
         norm=norm_function(model),
         softmax=compiled(softmax),
@@ -88,18 +90,3 @@ def model_functions(
         logit_cap=cap,
         experts=experts,
     )
-
-
-def compile_partial(layer: Any, budget: float) -> LayerFunction:
-    """The layer compiled with the partitioner's activation memory budget, a fraction in (0, 1]."""
-    # torch.compile caches by code object: a variant needs one of its own.
-    code = layer.__code__.replace(co_name=f"{layer.__name__}_keeping_{budget}")
-    variant = types.FunctionType(code, layer.__globals__, code.co_name, None, layer.__closure__)
-    compiled = torch.compile(variant, dynamic=False)
-
-    def call(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-        # The budget is read when the first call compiles; entering it later costs microseconds.
-        with functorch_config.patch(activation_memory_budget=budget):
-            return compiled(*arguments)
-
-    return call

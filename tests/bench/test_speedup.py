@@ -7,9 +7,11 @@ import pytest
 
 from slidedp import Layout
 from slidedp.bench import speedup
+from slidedp.bench.measured import CHOICE, write
 from slidedp.bench.predicted import sweep
-from slidedp.bench.speedup import CHOICE, FIXED, measured, predicted
+from slidedp.bench.speedup import FIXED, measured, predicted
 from slidedp.policy.machines import H200, WORKSTATION
+from tests.bench.test_measured import recorded
 
 
 def test_host_bound_work_gains_most_and_nothing_loses():
@@ -18,7 +20,7 @@ def test_host_bound_work_gains_most_and_nothing_loses():
     assert predicted("0.6B", 16, WORKSTATION)["speed-up"] >= 1
 
 
-def test_measured_workloads_need_both_layouts(tmp_path, capsys, monkeypatch):
+def test_measured_workloads_need_both_layouts():
     """And the sweep that is measured has the fixed one in it."""
     assert all(FIXED in sweep(4, ranks, compiled) for ranks in (1, 2) for compiled in (True, False))
     chosen = Layout(schedule="in_backward", activations="keep")
@@ -33,9 +35,11 @@ def test_measured_workloads_need_both_layouts(tmp_path, capsys, monkeypatch):
     (found,) = measured(rows)
     assert found["model"] == "A" and found["speed-up"] == pytest.approx(1.5) and "keep" in found["layout"]
 
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
+
+def test_a_file_of_measurements_is_taken_along(tmp_path, capsys, monkeypatch):
+    file = tmp_path / "measured.json"
+    write(file, [recorded([FIXED, Layout(schedule="in_backward", activations="keep")])])
     monkeypatch.setattr(speedup, "MACHINES", ())
-    arguments = ["speedup", "8B", "--json", str(tmp_path / "rows.json")]
-    monkeypatch.setattr("sys.argv", arguments)
+    monkeypatch.setattr("sys.argv", ["speedup", "8B", "--json", str(file)])
     speedup.main()
     assert "measured, 2 GPUs" in capsys.readouterr().out

@@ -18,7 +18,7 @@ def tell(index: int, names: list[str], result: Connection) -> None:
 def told(names: list[str], processes: int = 1) -> list[tuple]:
     ours, theirs = import_ahead().Pipe(duplex=False)
     before = children()
-    started = start(tell, (names, theirs), processes, "cpu")
+    started = start(tell, (names, theirs), processes)
     answers = sorted(ours.recv() for _ in range(processes))
     while not started.join():
         pass

@@ -12,8 +12,8 @@ from slidedp.model.families import load_config, skeleton
 from slidedp.model.tiles import tiled
 from slidedp.model.units import units_of
 from slidedp.stream.activations import Keep, Offload, Recompute, Spill
-from slidedp.stream.compiled import compile_partial
 from slidedp.stream.device import Abort, Device, Signal
+from slidedp.stream.partition import compile_partial
 from slidedp.stream.signals import Step
 from slidedp.stream.spill import SpillStore
 from slidedp.stream.stash import OUTGOING
@@ -39,7 +39,7 @@ def functions(backend: str | None, tile: int):
         if backend is None:
             return function
         if mode == "partial" and backend == "inductor":
-            return compile_partial(function, 0.3)
+            return compile_partial(function, 0.0, 0.3)
         return torch.compile(function, dynamic=False, backend=backend)
 
     if not tile:
