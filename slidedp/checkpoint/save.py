@@ -95,9 +95,14 @@ class Snapshot:
                 return
             source = self._sources[unit.index]
             # As much again stays free: whoever else takes memory meanwhile shall find some.
-            copies = source.nbytes <= min(self._spare, available_bytes() // 2)
-            if copies:
+            room = source.nbytes <= min(self._spare, available_bytes() // 2)
+            if room:
                 self._spare -= source.nbytes
+        copied = room and source.copy()
+        with self._changed:
+            if copied:
+                self._copied.add(unit.index)
+                self._unchanged.discard(unit.index)
             else:
                 self.waiting = unit
                 if unit in self._remaining:  # nothing is more urgent
@@ -105,11 +110,6 @@ class Snapshot:
                     self._remaining.append(unit)
                 self._changed.wait_for(lambda: unit.index not in self._unchanged)
                 self.waiting = None
-        if copies:
-            source.copy()
-            with self._changed:
-                self._copied.add(unit.index)
-                self._unchanged.discard(unit.index)
         self._waited += time.monotonic() - begun
 
     @property

@@ -29,15 +29,20 @@ class Source:
         with self._lock:
             yield self._arrays[kind][start:stop].data.cast("B")
 
-    def copy(self) -> None:
-        """From then on only a copy is read, and the unit may change. All threads of the kernels make it."""
+    def copy(self) -> bool:
+        """From then on only a copy is read, and the unit may change. All threads of the kernels make it.
+        False where a limit leaves no memory for it."""
         arrays = self._arrays
-        copies = {kind: np.empty_like(array) for kind, array in arrays.items()}
+        try:
+            copies = {kind: np.empty_like(array) for kind, array in arrays.items()}
+        except MemoryError:
+            return False
         for kind, array in arrays.items():
             kernels.copy(array, copies[kind])
         with self._lock:
-            if self._arrays:
+            if self._arrays:  # else it is written by now
                 self._arrays = copies
+        return True
 
     def close(self) -> None:
         """Nothing is read any more; gives the copy's memory back."""

@@ -8,6 +8,7 @@ import pytest
 
 from slidedp import Checkpoint, Layout
 from slidedp.checkpoint import save as saving_module
+from slidedp.checkpoint import source as source_module
 from slidedp.checkpoint.folder import Progress, checkpoints
 from slidedp.host.messages import Begin, Coefficients, SetLayout, Stop, Written
 from tests.checkpoint.contents import loaded
@@ -63,6 +64,33 @@ def test_an_update_waits_for_the_shard_of_its_unit_or_copies_it(
     slow = 12 * sum(unit.numel for unit in made.units if unit.index in (1, 2))
     assert event["copied_bytes"] >= slow if spare_bytes else event["copied_bytes"] == 0
     assert loaded(tmp_path / "step-00000001", made.units) == (Progress(1, 1), version_1)
+    made.close()
+
+
+def test_an_update_waits_where_a_limit_leaves_no_memory_for_a_copy(tmp_path, monkeypatch):
+    made = Bench(Layout(schedule="in_backward"), saving=saving(tmp_path, 10**9))
+    open_, write = threading.Event(), saving_module.write_shard
+
+    def late(file, unit, source):
+        assert open_.wait(DEADLINE)
+        return write(file, unit, source)
+
+    def limited(array):
+        raise MemoryError
+
+    monkeypatch.setattr(saving_module, "write_shard", late)
+    monkeypatch.setattr(source_module.np, "empty_like", limited)
+    made.worker.checkpoints.request(5)
+    made.worker.checkpoints.boundary(made.worker.progress, made.units)
+    snapshot = made.worker.checkpoints.snapshot
+    update = threading.Thread(target=snapshot.wait, args=(made.units[1],), daemon=True)
+    update.start()
+    until(lambda: snapshot.waiting or not update.is_alive(), "the update waits or goes on")
+    assert update.is_alive()
+    open_.set()
+    update.join(DEADLINE)
+    snapshot.join()
+    assert snapshot.error is None and not update.is_alive()
     made.close()
 
 
