@@ -248,7 +248,7 @@ def _device_bytes(config: Config, model: Any, units: tuple[Unit, ...], dtype: to
     width = units[-1].parameters[-1].numel
     modes = layout.activation_modes(len(units) - 2)
     edge = shapes["edge"][0] + shapes.get("tied_head", [0])[0] + sum(shapes["pieces"])
-    kept = modes.count("keep") + modes.count("partial") * layout.partial_budget
+    kept = modes.count("keep") + modes.count("partial") * (layout.partial_budget if config.compile else 1.0)
     updates = update_numels(units, layout, ranks, size)
     copies = layout.transport == "copy" and ranks > 1
     staging = math.prod(staging_shape(units, layout, ranks, size)) if copies else 0

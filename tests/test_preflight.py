@@ -222,6 +222,15 @@ def test_what_a_plan_for_gpus_says_is_what_later_runs_took(gpus, monkeypatch):
         assert sum(said.device.values()) / GIB == pytest.approx(taken, rel=0.03), (size, batch, fields)
 
 
+def test_partial_keeps_all_where_nothing_is_compiled():
+    def kept(mode: str, compiled: bool) -> int:
+        run = config({"activations": mode}, sequence_length=64, compile=compiled)
+        return plan(run).device["kept intermediates (estimate)"]
+
+    assert kept("partial", False) == kept("keep", False)
+    assert kept("partial", True) == pytest.approx(0.5 * kept("keep", True), abs=1)
+
+
 def test_a_budget_limits_what_would_be_on_a_gpu_on_a_cpu_too():
     said = plan(config())
     assert said.device_limit is None

@@ -7,6 +7,7 @@ start CUDA, which no fork survives: importing torch does not, asking for GPUs do
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
@@ -14,6 +15,7 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 import torch.multiprocessing as mp
+from tqdm import tqdm
 
 from slidedp.host.process import STOPPING, die_with_parent
 
@@ -53,8 +55,10 @@ def _enter(index: int, function: Callable[..., None], environment: dict[str, str
     die_with_parent()
     os.environ.clear()
     os.environ.update(environment)
-    # Where this says "forkserver", Numba makes a named lock, which a process that is killed would leave.
+    # Where this says "forkserver", Numba makes a named lock, which a process that is killed would leave; so
+    # does tqdm, for a bar of torch's compiler that nobody sees.
     mp.set_start_method("spawn", force=True)
+    tqdm.set_lock(threading.RLock())
     function(index, *arguments)
 
 
