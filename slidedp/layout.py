@@ -42,10 +42,11 @@ class Layout:
     activations: str | tuple[str, ...] = "recompute"
     """What a layer leaves for its backward: `keep` (all intermediates stay on the GPU), `partial` (the
     compiler keeps `partial_budget` of them and recomputes the cheap rest), `recompute` (only the input
-    stays), `offload` (the input goes to host memory) or `spill` (all intermediates go to host memory, and
-    nothing is recomputed). One mode for all decoder layers, or one each."""
+    stays), `offload` (the input goes to host memory) or `spill` (what `partial` would keep goes to host
+    memory). One mode for all decoder layers, or one each."""
     partial_budget: float = 0.5
-    """Fraction of the intermediates' bytes that `partial` keeps. Without compilation it keeps all."""
+    """Fraction of the intermediates' bytes that `partial` keeps and `spill` moves. Without compilation it is
+    all of them."""
     mlp_tile_tokens: int = 0
     """Tokens that a layer's MLP (and the norm before it) takes at a time, for long sequences: its memory
     grows with the tile, and every mode computes the MLP again in backward. 0 takes all at once. A tile that

@@ -225,7 +225,7 @@ def _host_bytes(config: Config, model: Any, units: tuple[Unit, ...], dtype: torc
     total, ranks = unit_starts(units)[-1], int(config.ranks or 1)
     modes = config.layout.activation_modes(len(units) - 2)
     width = units[-1].parameters[-1].numel
-    kept = _tokens(config) * (width * dtype.itemsize + intermediates_per_token(config, model))
+    kept = width * dtype.itemsize + _kept_part(config) * intermediates_per_token(config, model)
     sizes = {
         "FP32 master weights": 4 * total,
         "exp_avg and exp_avg_sq": 8 * sum(aligned_numel(unit) for unit in units if not unit.frozen),
@@ -235,7 +235,7 @@ def _host_bytes(config: Config, model: Any, units: tuple[Unit, ...], dtype: torc
         "offloaded layer inputs": (
             ranks * modes.count("offload") * stash_numel(config, width) * dtype.itemsize
         ),
-        "spilled intermediates (estimate)": ranks * modes.count("spill") * kept,
+        "spilled intermediates (estimate)": int(ranks * modes.count("spill") * _tokens(config) * kept),
     }
     return {name: size for name, size in sizes.items() if size}
 
@@ -248,14 +248,17 @@ def _device_bytes(config: Config, model: Any, units: tuple[Unit, ...], dtype: to
     width = units[-1].parameters[-1].numel
     modes = layout.activation_modes(len(units) - 2)
     edge = shapes["edge"][0] + shapes.get("tied_head", [0])[0] + sum(shapes["pieces"])
-    kept = modes.count("keep") + modes.count("partial") * (layout.partial_budget if config.compile else 1.0)
+    part = _kept_part(config)
+    kept = modes.count("keep") + modes.count("partial") * part
     updates = update_numels(units, layout, ranks, size)
     copies = layout.transport == "copy" and ranks > 1
     staging = math.prod(staging_shape(units, layout, ranks, size)) if copies else 0
     rings = (OUTGOING + FETCH_AHEAD) * stash_numel(config, width) if "offload" in modes else 0
     layer, head = _workspaces(config, model, units, dtype)
     intermediates = tokens * intermediates_per_token(config, model)
-    moving = min(modes.count("spill"), OUTGOING + FETCH_AHEAD)
+    moving = min(modes.count("spill"), OUTGOING + FETCH_AHEAD) * (
+        part * intermediates + tokens * width * size
+    )
     on_gpu = len(modes) - modes.count("offload") - modes.count("spill")
     sizes = {
         "window": sum(shapes["slots"]) * size,
@@ -269,10 +272,15 @@ def _device_bytes(config: Config, model: Any, units: tuple[Unit, ...], dtype: to
         "kept layer inputs": on_gpu * tokens * width * size,
         "kept intermediates (estimate)": int(kept * intermediates),
         "offload rings": rings * size,
-        "spilled layers on their way (estimate)": moving * (intermediates + tokens * width * size),
+        "spilled layers on their way (estimate)": int(moving),
         "workspace (estimate)": max(layer, head),
     }
     return {name: value for name, value in sizes.items() if value}
+
+
+def _kept_part(config: Config) -> float:
+    """Of a layer's intermediates, under `partial` and `spill`: what is not compiled keeps all."""
+    return config.layout.partial_budget if config.compile else 1.0
 
 
 def _tokens(config: Config) -> int:

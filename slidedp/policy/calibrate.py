@@ -108,8 +108,11 @@ def _with_compute(
             of_threads.append(found / enqueue)
         elif found is not None:
             ratios.append(found / probed)
-            if mode != "partial":
-                changes["backward_keep" if mode == "keep" else "backward_recompute"] = found
+            keeps = mode in ("keep", "partial", "spill")
+            if mode == "keep" or (keeps and layout.partial_budget == 1):
+                changes["backward_keep"] = found
+            elif not keeps:
+                changes["backward_recompute"] = found
     ratio = _sound(median(ratios[1:] or ratios))  # backwards stand for backwards
     for name in ("backward_keep", "backward_recompute"):
         changes.setdefault(name, getattr(rates, name) * ratio)

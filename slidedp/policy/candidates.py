@@ -138,13 +138,16 @@ class Candidates:
         pairs = [("offload", "recompute", layout.partial_budget)]
         pairs += [(lean, rich, budget) for lean in leanest for rich, budget in richer]
         pairs += [("partial", "keep", budget) for rich, budget in richer if rich == "partial"]
+        # Where the host has room: what is not computed again costs both memories the link's time instead.
+        spilled = [budget for rich, budget in richer if rich == "partial"] or [1.0]
+        pairs += [pair for b in spilled for pair in (("offload", "spill", b), ("spill", "keep", b))]
         seen = set()
         for lean, rich, budget in pairs:
 
             def mix(count: int, lean: str = lean, rich: str = rich, budget: float = budget) -> Layout:
                 modes = (lean,) * (layers - count) + (rich,) * count
                 activations = modes if 0 < count < layers else modes[0]
-                budget = budget if "partial" in modes else self.plan.config.layout.partial_budget
+                budget = budget if {"partial", "spill"} & {*modes} else self.plan.config.layout.partial_budget
                 return dataclasses.replace(layout, activations=activations, partial_budget=budget)
 
             most = layers

@@ -14,7 +14,6 @@ def busy_seconds(w: Workload, r: Rates, layout: Layout, d: Demands) -> dict[str,
     window = min(layout.window, w.layers)
     there, stays = layout.updated_on_gpu(w.layers), layout.resident_on_gpu(w.layers)
     count = (1, w.layers, 1)  # units of each kind
-    offloaded = layout.activation_modes(w.layers).count("offload")
     streamed = w.layers - window
 
     compute = d.embed_forward + d.embed_backward + d.head + w.layers * d.forward + sum(d.backward)
@@ -26,8 +25,9 @@ def busy_seconds(w: Workload, r: Rates, layout: Layout, d: Demands) -> dict[str,
         down += number * d.reduce[k].number * d.reduce[k].link
         collective += number * d.deliver[k].number * d.deliver[k].collective
         collective += number * d.reduce[k].number * d.reduce[k].collective
-    up += streamed * d.deliver_again.number * d.deliver_again.link + offloaded * d.fetch
-    down += offloaded * d.stash
+    up += streamed * d.deliver_again.number * d.deliver_again.link
+    up += sum(d.fetch)
+    down += sum(d.stash)
     collective += streamed * d.deliver_again.number * d.deliver_again.collective
 
     for unit in there:
@@ -58,9 +58,8 @@ def _host_bytes(w: Workload, r: Rates, layout: Layout) -> float:
     t = traffic(w, "fabric" if r.peers == "links" else r.peers, layout)
     moved = w.layers * t.movers_up * (t.forward_up + t.backward_up)
     moved += w.layers * t.movers_down * (t.forward_down + t.backward_down)
-    # Every rank offloads, those too that copy no parameters.
-    offloaded = layout.activation_modes(w.layers).count("offload") * w.input_bytes
-    moved += offloaded * (2 * w.ranks - t.movers_up - t.movers_down)
+    # Every rank offloads and spills, those too that copy no parameters.
+    moved += sum(w.away_bytes(layout)) * (2 * w.ranks - t.movers_up - t.movers_down)
     edges = (w.embed_params + w.head_params) * w.itemsize
     moved += edges * (t.share_up * t.movers_up + t.share_down * t.movers_down)
     there, number = updated_there(w, layout), lanes(w, layout)

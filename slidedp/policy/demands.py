@@ -51,8 +51,9 @@ class Demands:
     on_gpu: list[GpuUpdate]
     resident: list[GpuUpdate]
     """As `on_gpu`, for units whose state stays there."""
-    stash: float
-    fetch: float
+    stash: list[float]
+    """By layer, of what it offloads or spills; 0 where that is nothing."""
+    fetch: list[float]
     forward: float
     """Of the GPU, with what updates there take of it, as `backward`."""
     backward: list[float]
@@ -95,6 +96,7 @@ def demands(w: Workload, r: Rates, layout: Layout) -> Demands:
     delivers = [_deliver(p, w, r, layout, moved, up_first) for p in sizes]
     reduces = [_reduce(p, w, r, layout, moved, down_last) for p in sizes]
     enqueue_forward, enqueue_backward = _enqueueing(w, r, layout)
+    away = w.away_bytes(layout)
     on_gpu = _gpu_updates(sizes, w, r, layout, links, 12, 14)
     beside = _beside_compute(w, layout, on_gpu) / w.layers
     seconds_of_mode = {
@@ -117,8 +119,8 @@ def demands(w: Workload, r: Rates, layout: Layout) -> Demands:
         lane_sum=_lane_sums(sizes, w, r, layout),
         on_gpu=on_gpu,
         resident=_gpu_updates(sizes, w, r, layout, links, 0, w.itemsize),
-        stash=w.input_bytes * down_first,
-        fetch=w.input_bytes * up_again,
+        stash=[size * down_first for size in away],
+        fetch=[size * up_again for size in away],
         forward=r.forward + (beside if in_forward else 0.0),
         backward=[seconds_of_mode[mode] for mode in layout.activation_modes(w.layers)],
         enqueue_forward=enqueue_forward,

@@ -40,16 +40,16 @@ class Operation(NamedTuple):
 def operations(
     layers: int,
     window: int,
-    offloaded: frozenset[int],
+    away: frozenset[int],
     tied: bool,
     slots: int,
     on_gpu: frozenset[int],
     schedule: str,
     ring: int,
 ) -> tuple[Operation, ...]:
-    """One step. `slots` are gradient buffers of layers, `ring` is the number of their landing zones, 0 if
-    every layer has its own."""
-    modes = tuple("offload" if unit in offloaded else "recompute" for unit in range(1, layers + 1))
+    """One step. Layers that are `away` offload or spill, `slots` are gradient buffers of layers, `ring` is
+    the number of their landing zones, 0 if every layer has its own."""
+    modes = tuple("offload" if unit in away else "recompute" for unit in range(1, layers + 1))
     visits = Visits(layers)
     order: list[Operation] = []
     leaves = _SlotUsers(layers, window, tied)

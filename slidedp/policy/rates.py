@@ -4,6 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from slidedp.layout import Layout
+
 PEERS = ("fabric", "links", "host")
 GROUPS = {
     "compute": (
@@ -52,6 +54,14 @@ class Workload:
         if unit == 0:
             return self.embed_params
         return self.layer_params if unit <= self.layers else self.head_params
+
+    def away_bytes(self, layout: Layout) -> list[float]:
+        """What each layer moves to the host in forward, and back for its backward."""
+        sizes = {
+            "offload": float(self.input_bytes),
+            "spill": self.input_bytes + layout.partial_budget * self.kept_bytes,
+        }
+        return [sizes.get(mode, 0.0) for mode in layout.activation_modes(self.layers)]
 
     def kind(self, unit: int) -> int:
         """0 embed, 1 a layer, 2 head."""
@@ -158,10 +168,11 @@ class Rates:
         assert self.peers in PEERS, self.peers
 
     def backward(self, mode: str, partial_budget: float) -> float:
-        """Seconds of one layer's backward; `partial` between measured points by straight lines."""
-        if mode in ("keep", "spill"):
+        """Seconds of one layer's backward; with a part of its intermediates, by straight lines between
+        measured points."""
+        if mode == "keep":
             return self.backward_keep
-        if mode != "partial":
+        if mode not in ("partial", "spill"):
             return self.backward_recompute
         left = (0.0, self.backward_recompute)
         for point in (*self.backward_partial, (1.0, self.backward_keep)):

@@ -54,17 +54,13 @@ def steady_step(w: Workload, r: Rates, layout: Layout, d: Demands, record: bool 
     bounds how many layouts a second the policy can look at."""
     layers, units = w.layers, w.layers + 2
     window, slots = min(layout.window, layers), min(layout.gradient_slots, layers)
-    offloaded = frozenset(
-        i + 1 for i, mode in enumerate(layout.activation_modes(layers)) if mode == "offload"
-    )
+    away = frozenset(i + 1 for i, size in enumerate(w.away_bytes(layout)) if size)
     there, stays = layout.updated_on_gpu(layers), layout.resident_on_gpu(layers)
     in_forward = layout.schedule == "in_forward"
     sums_lanes = in_forward and d.lane_sum[1] > 0
     ring = sums_lanes or (not in_forward and layout.landing == "ring")
     in_turn = sums_lanes or (not in_forward and ring)  # the worker takes what lands in the order of landing
-    program = operations(
-        layers, window, offloaded, w.tied, slots, there, layout.schedule, RING if ring else 0
-    )
+    program = operations(layers, window, away, w.tied, slots, there, layout.schedule, RING if ring else 0)
     kind = [w.kind(unit) for unit in range(units)]
     deliver = [d.deliver[k] for k in kind]
     reduce = [d.keep[k] if unit in there else d.reduce[k] for unit, k in enumerate(kind)]
@@ -109,7 +105,7 @@ def steady_step(w: Workload, r: Rates, layout: Layout, d: Demands, record: bool 
         now = end
 
     def wait_for_input(end: float) -> None:
-        """A layer's input is on its way to the host, or back."""
+        """What a layer offloads or spills is on its way to the host, or back."""
         nonlocal now
         waits["offload"] += end - now
         now = end
@@ -168,13 +164,13 @@ def steady_step(w: Workload, r: Rates, layout: Layout, d: Demands, record: bool 
             if what == FORWARD:
                 if delivered[unit] > now:
                     wait_for_delivery(unit)
-                if unit in offloaded and stash_buffers[stash_next] > now:
+                if unit in away and stash_buffers[stash_next] > now:
                     wait_for_input(stash_buffers[stash_next])
                 compute(unit, "forward", forward, visit)
             elif what == BACKWARD:
                 if unit <= layers - window and delivered[unit] > now:
                     wait_for_delivery(unit)
-                if unit in offloaded and fetched[unit] > now:
+                if unit in away and fetched[unit] > now:
                     wait_for_input(fetched[unit])
                 compute(unit, "backward", backward[unit - 1], visit)
                 if reduced[before] > now:
@@ -242,7 +238,7 @@ def steady_step(w: Workload, r: Rates, layout: Layout, d: Demands, record: bool 
                         thread = max(thread, loads.out)
             elif what == STASH:
                 start = max(visited[unit], down, thread)
-                down = stashed[unit] = stash_buffers[stash_next] = start + d.stash
+                down = stashed[unit] = stash_buffers[stash_next] = start + d.stash[unit - 1]
                 stash_next = (stash_next + 1) % OUTGOING
                 if synchronous:
                     thread = down
@@ -250,7 +246,7 @@ def steady_step(w: Workload, r: Rates, layout: Layout, d: Demands, record: bool 
                     spans.append(("reduce", unit, "stash", start, down))
             elif what == FETCH:
                 start = max(up, stashed[unit], visited[visit] if visit >= 0 else 0.0, thread)
-                up = fetched[unit] = start + d.fetch
+                up = fetched[unit] = start + d.fetch[unit - 1]
                 if synchronous:
                     thread = up
                 if record:

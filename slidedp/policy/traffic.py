@@ -8,8 +8,8 @@ from slidedp.policy.rates import Rates, Workload
 
 
 class Traffic(NamedTuple):
-    """Bytes of the mean layer, each way and pass, on a link that moves: deliveries and landings, offloaded
-    inputs, and what GPUs say to each other where it takes the same links."""
+    """Bytes of the mean layer, each way and pass, on a link that moves: deliveries and landings, what
+    layers offload or spill, and what GPUs say to each other where it takes the same links."""
 
     forward_up: float
     forward_down: float
@@ -46,13 +46,13 @@ def traffic(w: Workload, peers: str, layout: Layout) -> Traffic:
     peer = (n - 1) / n if over_links else 0.0
     gathered = peer if delivery == "sharded" else (1.0 if over_links and delivery == "broadcast" else 0.0)
     scattered = peer if reduction == "gpu" else (1.0 if over_links and reduction == "gpu_root" else 0.0)
-    offloaded = layout.activation_modes(w.layers).count("offload") / w.layers * w.input_bytes
+    away = sum(w.away_bytes(layout)) / w.layers
     again = (w.layers - min(layout.window, w.layers)) / w.layers
     forward_up = layer * share_up + layer * gathered
     return Traffic(
         forward_up=forward_up,
-        forward_down=offloaded + layer * gathered,
-        backward_up=again * forward_up + offloaded + layer * scattered,
+        forward_down=away + layer * gathered,
+        backward_up=again * forward_up + away + layer * scattered,
         backward_down=layer * (share_down + scattered + again * gathered),
         share_up=share_up,
         share_down=share_down,

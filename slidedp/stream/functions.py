@@ -49,7 +49,7 @@ class ModelFunctions(NamedTuple):
 
     def of_mode(self, mode: str, layout: Layout) -> tuple[LayerFunction, LayerFunction]:
         """The layer of forward, and the one that runs again for backward, where nobody reads its output."""
-        partial = mode == "partial"
+        partial = mode in ("partial", "spill")
         if not layout.mlp_tile_tokens:
             whole = self.partial(layout.partial_budget) if partial else self.layer
             return whole, whole

@@ -1,7 +1,7 @@
 """Compiles what a step calls before the training state is there: loading a large model takes as long.
 
-Nothing depends on it. What it leaves out (pieces of the vocabulary, `spill`, layouts to come) is compiled
-when a step first calls it.
+Nothing depends on it. What it leaves out (pieces of the vocabulary, layouts to come) is compiled when a step
+first calls it.
 """
 
 import torch
@@ -20,8 +20,9 @@ WAYS: dict[str, type[Keep] | type[Recompute]] = {
     "partial": Keep,
     "recompute": Recompute,
     "offload": Recompute,
+    "spill": Keep,
 }
-"""How each mode calls a layer."""
+"""How each mode calls a layer; where what it keeps goes makes no difference to the compiler."""
 
 
 def rehearse(
@@ -42,8 +43,6 @@ def rehearse(
     hidden = torch.zeros(*batch.labels.shape, width, dtype=dtype, device=device.torch)
     modes = layout.activation_modes(len(units) - 2)
     for mode, kind in sorted({*zip(modes, functions.kinds, strict=True)}):
-        if mode not in WAYS:
-            continue
 
         def call(function: LayerFunction, kind: str = kind) -> LayerCall:
             return lambda parameters, hidden: function(parameters, hidden, *batch.positions[kind])[0]

@@ -94,7 +94,7 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
     state_in, updates, state_out = Stream(clock), Stream(clock), Stream(clock)
     there, resident = layout.updated_on_gpu(w.layers), layout.resident_on_gpu(w.layers)
     modes, window = layout.activation_modes(w.layers), min(layout.window, w.layers)
-    slots = min(layout.gradient_slots, w.layers)
+    slots, away = min(layout.gradient_slots, w.layers), w.away_bytes(layout)
     program = transfers(w.layers, window, modes, w.tied, there, layout.schedule)
     head = w.layers + 1
     lanes = w.ranks if layout.reduction == "cpu" else 1
@@ -212,13 +212,13 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
                     down.put(serve(0.0, [], ("reduced", step, unit)))
                 elif isinstance(t, Stash):
                     held = ("visited", step, visits.forward(unit))
-                    down.put(serve(w.input_bytes / r.down_all, [held], ("stashed", step, unit)))
+                    down.put(serve(away[unit - 1] / r.down_all, [held], ("stashed", step, unit)))
                 elif isinstance(t, Fetch):
                     waits = [("stashed", step, unit)]
                     if len(fetches) >= 2:
                         waits.append(("visited", step, visits.backward(fetches[-2])))
                     fetches.append(unit)
-                    up.put(serve(w.input_bytes / r.up_all, waits, ("fetched", step, unit)))
+                    up.put(serve(away[unit - 1] / r.up_all, waits, ("fetched", step, unit)))
 
     def compute_thread() -> Activity:
         outgoing: list[Any] = []
@@ -239,7 +239,7 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
 
             yield from visit(0, r.embed_forward)
             for unit in range(1, head):
-                if modes[unit - 1] == "offload":
+                if away[unit - 1]:
                     yield events["delivered", step, unit]
                     if len(outgoing) >= 2:
                         yield events[outgoing[-2]]
@@ -248,7 +248,7 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
             yield from visit(visits.head, r.head)
             yield from submit(head, ("reduced", step - 1, 0) if step and not w.tied else None)
             for unit in range(w.layers, 0, -1):
-                if modes[unit - 1] == "offload":
+                if away[unit - 1]:
                     yield events["fetched", step, unit]
                 seconds = r.backward(modes[unit - 1], layout.partial_budget)
                 yield from visit(visits.backward(unit), seconds)

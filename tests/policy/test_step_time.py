@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slidedp.layout import DELIVERIES, REDUCTIONS, Layout
+from slidedp.layout import ACTIVATIONS, DELIVERIES, REDUCTIONS, Layout
 from slidedp.policy.capacity import busy_seconds
 from slidedp.policy.demands import demands
 from slidedp.policy.explain import explain
@@ -46,7 +46,7 @@ layouts = st.builds(
         resident_updates=min(resident, gpu_updates) if reduction == "gpu" else 0,
         **fields,
     ),
-    pattern=st.lists(st.sampled_from(("keep", "recompute", "offload", "partial")), min_size=1, max_size=5),
+    pattern=st.lists(st.sampled_from(ACTIVATIONS), min_size=1, max_size=5),
     delivery=st.sampled_from(DELIVERIES),
     reduction=st.sampled_from(REDUCTIONS),
     chunk_bytes=st.sampled_from([2**20 * m for m in (16, 64)]),

@@ -8,7 +8,7 @@ from slidedp import Layout
 from tests.pool import pool
 from tests.stream.cases import LAYERS, config
 
-MIXED = ("keep", "offload", "recompute", "partial", "keep")
+MIXED = ("keep", "offload", "recompute", "partial", "spill")
 
 
 @pytest.mark.parametrize(
