@@ -96,7 +96,7 @@ class Offload:
 
 
 class Spill:
-    """Intermediates go to host memory and come back before backward; nothing is recomputed.
+    """What autograd saves goes to host memory and comes back before backward.
 
     `room` waits until there may be more of them on the GPU; `hold` takes over the storages of all that
     autograd has saved, uint8 tensors; `fetch` returns their bytes on the device, one storage behind another
