@@ -96,8 +96,7 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
     doing["compute"] = (setup.start, "", "wait for the state")
     launcher.recv()
     state = HostState.open(setup.state)
-    for unit in state.units:
-        device.register(state.delivered(unit))
+    device.register_all(map(state.delivered, state.units))
     passes = config.gradient_accumulation
     frozen = frozen_units(state.units)
     gates = Gates(worker, len(state.units), abort, setup.start * passes, frozen)
@@ -108,14 +107,13 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
     def build(layout: Layout, handle: Handle) -> tuple[Engine, Landing]:
         plan = LandingPlan(state.units, ranks, layout, config.gradient_dtype.itemsize)
         landing = Landing(plan, config.gradient_dtype, handle)
-        for start, stop in plan.pieces():
-            device.register(landing.tensor[start:stop])
-        for index in layout.updated_on_gpu(len(state.units) - 2, frozen) - registered:
-            # Once for the whole run: seconds for a large model. FP32 ranks compute with the master.
-            arrays = state.tensors(state.units[index])
-            for array in arrays if state.dtype == torch.bfloat16 else arrays[1:]:
-                device.register(array)
-            registered.add(index)
+        device.register_all(landing.tensor[start:stop] for start, stop in plan.pieces())
+        new = layout.updated_on_gpu(len(state.units) - 2, frozen) - registered
+        arrays = [state.tensors(state.units[index]) for index in new]
+        # Once for the whole run: seconds for a large model. FP32 ranks compute with the master: it is already.
+        first = 0 if state.dtype == torch.bfloat16 else 1
+        device.register_all(array for unit in arrays for array in unit[first:])
+        registered.update(new)
         return Engine(context, layout, landing), landing
 
     def release(engine: Engine, landing: Landing) -> None:

@@ -6,10 +6,14 @@ the call returns, and a signal is only the flag between threads.
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import torch
+
+REGISTERING = 8
+"""Threads that register host memory."""
 
 
 class Aborted(Exception):
@@ -115,6 +119,14 @@ class Device:
             error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, portable)
             if int(error):
                 raise RuntimeError(f"cudaHostRegister of {memory.nbytes} bytes failed: {error}")
+
+    def register_all(self, memories: Iterable[torch.Tensor]) -> None:
+        """The same for many, on several threads: 0.05 instead of 0.09 s per GiB on an H200's host."""
+        if self.is_cuda:
+            with ThreadPoolExecutor(
+                REGISTERING, initializer=torch.cuda.set_device, initargs=(self.torch,)
+            ) as pool:
+                list(pool.map(self.register, memories))
 
     def unregister(self, memory: torch.Tensor) -> None:
         if self.is_cuda and memory.numel():
