@@ -110,7 +110,7 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
         device.register_all(landing.tensor[start:stop] for start, stop in plan.pieces())
         new = layout.updated_on_gpu(len(state.units) - 2, frozen) - registered
         arrays = [state.tensors(state.units[index]) for index in new]
-        # Once for the whole run: seconds for a large model. FP32 ranks compute with the master: it has been.
+        # Once for the whole run: seconds for a large model. FP32 ranks compute with the master: done above.
         first = 0 if state.dtype == torch.bfloat16 else 1
         device.register_all(array for unit in arrays for array in unit[first:])
         registered.update(new)
