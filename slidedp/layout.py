@@ -157,6 +157,11 @@ class Layout:
         chosen = {*range(min(count, near)), *(near + i * rest // spread for i in range(spread))}
         return frozenset(chosen | ({layers + 1} if count == layers + 2 else set())) - frozen
 
+    def own_slots(self, layers: int) -> range:
+        """Indices of the units whose slot is theirs from backward to the next forward: what GPUs update of
+        them goes there at once. An embedding in pieces has no such slot."""
+        return range(int(self.vocabulary_pieces > 1), min(self.window, layers) + 1)
+
     def resident_on_gpu(self, layers: int, frozen: frozenset[int] = frozenset()) -> frozenset[int]:
         """Indices of the units that `resident_updates` means: the first of `updated_on_gpu`."""
         return frozenset(sorted(self.updated_on_gpu(layers, frozen))[: self.resident_updates])

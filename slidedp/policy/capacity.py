@@ -13,7 +13,7 @@ def busy_seconds(w: Workload, r: Rates, layout: Layout, d: Demands) -> dict[str,
     """By resource. The recurrence serves exactly these, besides the host's memory."""
     window = min(layout.window, w.layers)
     there, stays = layout.updated_on_gpu(w.layers), layout.resident_on_gpu(w.layers)
-    count = (1, w.layers, 1)  # units of each kind
+    own, count = layout.own_slots(w.layers), (1, w.layers, 1)  # units of each kind
     streamed = w.layers - window
 
     compute = d.embed_forward + d.embed_backward + d.head + w.layers * d.forward + sum(d.backward)
@@ -36,7 +36,7 @@ def busy_seconds(w: Workload, r: Rates, layout: Layout, d: Demands) -> dict[str,
         number, bring, _, write = d.resident[k] if unit in stays else d.on_gpu[k]
         up += number * bring
         down += number * write - d.reduce[k].number * d.reduce[k].link
-        if unit <= window:  # in its slot already: its delivery is an all-gather
+        if unit in own:  # in its slot already: its delivery is an all-gather
             up -= d.deliver[k].number * d.deliver[k].link
             collective += d.deliver[k].number * (d.gather_fresh[k] - d.deliver[k].collective)
 
@@ -60,8 +60,9 @@ def _host_bytes(w: Workload, r: Rates, layout: Layout) -> float:
     moved += w.layers * t.movers_down * (t.forward_down + t.backward_down)
     # Every rank offloads and spills, those too that copy no parameters.
     moved += sum(w.away_bytes(layout)) * (2 * w.ranks - t.movers_up - t.movers_down)
-    edges = (w.embed_params + w.head_params) * w.itemsize
-    moved += edges * (t.share_up * t.movers_up + t.share_down * t.movers_down)
+    embed, _, head = w.delivered_params(layout)
+    moved += (embed + head) * w.itemsize * t.share_up * t.movers_up
+    moved += (w.embed_params + w.head_params) * w.itemsize * t.share_down * t.movers_down
     there, number = updated_there(w, layout), lanes(w, layout)
     moved += (w.params - there) * (state_bytes(w) + number * w.itemsize) - there * w.itemsize
     stays = resident_there(w, layout)

@@ -93,14 +93,16 @@ def demands(w: Workload, r: Rates, layout: Layout) -> Demands:
     up_again, down_last = seconds_per_byte(moved.backward_up, moved.backward_down, in_backward)
 
     sizes = (w.embed_params, w.layer_params, w.head_params)
-    delivers = [_deliver(p, w, r, layout, moved, up_first) for p in sizes]
+    delivers = [_deliver(p, w, r, layout, moved, up_first) for p in w.delivered_params(layout)]
     reduces = [_reduce(p, w, r, layout, moved, down_last) for p in sizes]
     enqueue_forward, enqueue_backward = _enqueueing(w, r, layout)
     away = w.away_bytes(layout)
     on_gpu = _gpu_updates(sizes, w, r, layout, links, 12, 14)
     beside = _beside_compute(w, layout, on_gpu) / w.layers
     seconds_of_mode = {
-        mode: r.backward(mode, layout.partial_budget) + (0.0 if in_forward else beside)
+        mode: r.backward(mode, layout.partial_budget)
+        + _tiles_again(mode, w, r, layout)
+        + (0.0 if in_forward else beside)
         for mode in set(layout.activation_modes(w.layers))
     }
     return Demands(
@@ -129,19 +131,35 @@ def demands(w: Workload, r: Rates, layout: Layout) -> Demands:
             for mode in layout.activation_modes(w.layers)
         ],
         submit=[2 * p * w.itemsize / r.device_copy for p in sizes],
-        head=r.head,
+        head=r.head * _logits_again(w, layout),
         embed_forward=r.embed_forward,
         embed_backward=r.embed_backward,
     )
 
 
-def _chunks(params: int, w: Workload, layout: Layout) -> tuple[int, float]:
+def _tiles_again(mode: str, w: Workload, r: Rates, layout: Layout) -> float:
+    """Seconds of a layer's MLP, which runs once more in a backward over tiles; what runs the layer again
+    leaves the tiles out of that."""
+    if not layout.mlp_tile_tokens or mode in ("recompute", "offload"):
+        return 0.0
+    return r.forward * w.mlp_flops / w.layer_flops
+
+
+def _logits_again(w: Workload, layout: Layout) -> float:
+    """How much longer the loss takes where the logits of a vocabulary in pieces are computed two or, with
+    tied embeddings, three times: 8 or 10 FLOPs per weight and token instead of 6."""
+    if layout.vocabulary_pieces == 1:
+        return 1.0
+    return 10 / 6 if w.tied else 8 / 6
+
+
+def _chunks(params: float, w: Workload, layout: Layout) -> tuple[int, float]:
     """How many chunks a unit has, and their bytes."""
     count = max(1, ceil(params * w.itemsize / layout.chunk_bytes))
     return count, params * w.itemsize / count
 
 
-def _deliver(params: int, w: Workload, r: Rates, layout: Layout, moved: Traffic, per_byte: float) -> Chunks:
+def _deliver(params: float, w: Workload, r: Rates, layout: Layout, moved: Traffic, per_byte: float) -> Chunks:
     count, size = _chunks(params, w, layout)
     delivery, _ = route(w, layout)
     gather = {"replicated": 0.0, "sharded": 1 / r.all_gather, "broadcast": 1 / r.broadcast}[delivery]
@@ -227,8 +245,8 @@ def _worker(
     down = moved.forward_down + (0.0 if in_forward else moved.backward_down)
     # State that the GPUs update streams both ways meanwhile, and its gradients do not land; what is in its
     # slot already is not delivered.
-    window = min(layout.window, w.layers)
-    here = sum(w.unit_params(unit) for unit in layout.updated_on_gpu(w.layers) if unit <= window)
+    own = layout.own_slots(w.layers)
+    here = sum(w.unit_params(unit) for unit in layout.updated_on_gpu(w.layers) if unit in own)
     delivered = here * w.itemsize * moved.share_up * moved.movers_up
     written = 14 * (there - stays) + w.itemsize * stays - (0.0 if in_forward else w.itemsize) * there
     per_param = update_seconds(

@@ -42,6 +42,8 @@ class Workload:
     """Bytes that `keep` leaves on the GPU for one layer on one rank, besides its input."""
     layer_flops: float
     """Forward FLOPs of one layer on one rank; its backward takes twice as many."""
+    mlp_flops: float
+    """Those of its MLP among them."""
     head_flops: float
     """Forward and backward FLOPs of the output matrix on one rank."""
 
@@ -54,6 +56,14 @@ class Workload:
         if unit == 0:
             return self.embed_params
         return self.layer_params if unit <= self.layers else self.head_params
+
+    def delivered_params(self, layout: Layout) -> tuple[float, float, float]:
+        """Parameters of embed, a layer and head that come to a GPU for a forward and the loss. A vocabulary
+        in k pieces comes to the head k - 1 pieces down and k up; a tied one once more for its gradient."""
+        more = (2 + self.tied - 1 / layout.vocabulary_pieces) if layout.vocabulary_pieces > 1 else 0.0
+        if self.tied:
+            return self.embed_params, self.layer_params, self.head_params + more * self.embed_params
+        return self.embed_params, self.layer_params, (more or 1.0) * self.head_params
 
     def away_bytes(self, layout: Layout) -> list[float]:
         """What each layer moves to the host in forward, and back for its backward."""
@@ -81,6 +91,7 @@ class Workload:
             input_bytes=round(self.input_bytes * factor),
             kept_bytes=round(self.kept_bytes * factor),
             layer_flops=self.layer_flops * factor,
+            mlp_flops=self.mlp_flops * factor,
             head_flops=self.head_flops * factor,
         )
 

@@ -54,6 +54,7 @@ def steady_step(w: Workload, r: Rates, layout: Layout, d: Demands, record: bool 
     bounds how many layouts a second the policy can look at."""
     layers, units = w.layers, w.layers + 2
     window, slots = min(layout.window, layers), min(layout.gradient_slots, layers)
+    own = layout.own_slots(layers)
     away = frozenset(i + 1 for i, size in enumerate(w.away_bytes(layout)) if size)
     there, stays = layout.updated_on_gpu(layers), layout.resident_on_gpu(layers)
     in_forward = layout.schedule == "in_forward"
@@ -139,7 +140,7 @@ def steady_step(w: Workload, r: Rates, layout: Layout, d: Demands, record: bool 
         else:
             first, last, written = loads.update(d.on_gpu[kind[unit]], ready)
         published[unit] = written + 2 * message
-        if unit <= window:
+        if unit in own:
             fresh[unit] = first, last
         if record:
             spans.append(("update", unit, "update", first, last))

@@ -124,8 +124,7 @@ class ShardUpdate:
         self._rank, self._ranks = context.rank, ranks
         layers, frozen = len(state.units) - 2, frozen_units(state.units)
         self.indices = layout.updated_on_gpu(layers, frozen)
-        # An embedding in pieces has no slot of its own.
-        self._in_slot = range(int(layout.vocabulary_pieces > 1), min(layout.window, layers) + 1)
+        self._in_slot = layout.own_slots(layers)
         order = sorted(self.indices, reverse=layout.schedule == "in_backward")
         cut = layout.chunk_bytes, state.dtype.itemsize, ranks, layout.vocabulary_pieces
         self._parts = {

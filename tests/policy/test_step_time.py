@@ -34,6 +34,7 @@ def qwen3_8b(ranks: int, batch: int, layers: int = 36) -> Workload:
         input_bytes=tokens * hidden * 2,
         kept_bytes=tokens * 126 * 1024,
         layer_flops=tokens * (2.0 * layer + 2.0 * hidden * 1024),
+        mlp_flops=tokens * 6.0 * hidden * 12288,
         head_flops=6.0 * tokens * vocabulary * hidden,
     )
 
@@ -58,6 +59,13 @@ layouts = st.builds(
     resident=st.integers(0, 9),
     update_slots=st.integers(2, 8),
 )
+long = st.builds(
+    lambda layout, pieces, tile: dataclasses.replace(layout, vocabulary_pieces=pieces, mlp_tile_tokens=tile),
+    layouts,
+    st.sampled_from((1, 4)),
+    st.sampled_from((0, 4096)),
+)
+"""Layouts that the simulator does not know."""
 LAYERS = 7
 machines = st.sampled_from(MACHINES)
 examples = settings(max_examples=150, deadline=None, derandomize=True)
@@ -137,7 +145,7 @@ def test_agrees_closely_where_one_part_is_slow(what, batch, links, update, field
 
 
 @examples
-@given(layout=layouts, machine=machines, ranks=st.integers(1, 8), batch=st.integers(1, 64))
+@given(layout=layouts | long, machine=machines, ranks=st.integers(1, 8), batch=st.integers(1, 64))
 def test_never_under_the_capacity_bound(layout, machine, ranks, batch):
     workload = qwen3_8b(ranks, batch, LAYERS)
     p = predict(workload, machine.rates(workload), layout)
@@ -146,7 +154,7 @@ def test_never_under_the_capacity_bound(layout, machine, ranks, batch):
 
 
 @examples
-@given(layout=layouts, machine=machines, ranks=st.integers(1, 8), batch=st.integers(1, 64))
+@given(layout=layouts | long, machine=machines, ranks=st.integers(1, 8), batch=st.integers(1, 64))
 def test_the_schedule_alone_gives_no_server_more_work_than_time(layout, machine, ranks, batch):
     """Capacity and completion times are computed apart. Without updates on the GPUs, whose state has a
     stream of its own on the link."""
@@ -163,7 +171,7 @@ def test_the_schedule_alone_gives_no_server_more_work_than_time(layout, machine,
 
 @examples
 @given(
-    layout=layouts,
+    layout=layouts | long,
     machine=machines,
     ranks=st.integers(1, 8),
     batch=st.integers(1, 64),
@@ -301,3 +309,30 @@ def test_explanation_names_what_binds_and_the_batch_at_which_that_changes():
 def test_rates_survive_json():
     rates = dataclasses.replace(WORKSTATION.rates(qwen3_8b(4, 4)), all_gather=float("inf"))
     assert Rates.from_dict(rates.to_dict()) == rates
+
+
+def test_tiles_run_the_mlp_once_more_where_the_layer_does_not_run_again():
+    w = qwen3_8b(1, 16)
+    r = H200.rates(w)
+
+    def compute(mode: str, tile: int) -> float:
+        return predict(w, r, Layout(activations=mode, mlp_tile_tokens=tile)).compute_seconds
+
+    mlp = w.layers * r.forward * w.mlp_flops / w.layer_flops
+    for mode in ACTIVATIONS:
+        more = 0.0 if mode in ("recompute", "offload") else mlp
+        assert compute(mode, 4096) - compute(mode, 0) == pytest.approx(more, abs=1e-9)
+
+
+@pytest.mark.parametrize(("tied", "times"), [(False, 2 - 1 / 4), (True, 4 - 1 / 4)])
+def test_a_vocabulary_in_pieces_comes_again(tied, times):
+    """docs/memory.md: untied 2k - 1 deliveries of 1/k instead of one, tied 4k - 1 instead of k."""
+    w = qwen3_8b(1, 16)
+    if tied:
+        w = dataclasses.replace(w, tied=True, head_params=4096)
+    r = dataclasses.replace(H200.rates(w), copy_latency=0.0)
+    whole, pieces = (predict(w, r, Layout(vocabulary_pieces=k)).demand for k in (1, 4))
+    matrix = w.embed_params * w.itemsize / r.up / r.under_update
+    assert pieces["to_device"] - whole["to_device"] == pytest.approx((times - 1) * matrix, rel=1e-3)
+    logits = (10 if tied else 8) / 6 - 1
+    assert pieces["compute"] - whole["compute"] == pytest.approx(logits * r.head)
