@@ -220,6 +220,9 @@ def test_what_a_plan_for_gpus_says_is_what_later_runs_took(gpus, monkeypatch):
         run = config(sequence_length=1024, batch_size=ranks * batch, ranks=ranks, device="cuda")
         said = plan(replace(run, model=qwen3(size), layout=layout))
         assert sum(said.device.values()) / GIB == pytest.approx(taken, rel=0.03), (size, batch, fields)
+    long = config({"activations": "offload"}, sequence_length=65536, batch_size=1, ranks=1, device="cuda")
+    said = plan(replace(long, model=qwen3("8B"), max_position_embeddings=65536))
+    assert sum(said.device.values()) / GIB == pytest.approx(17.06, rel=0.03)
 
 
 def test_partial_keeps_all_where_nothing_is_compiled():
