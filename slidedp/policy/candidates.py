@@ -138,9 +138,10 @@ class Candidates:
         pairs = [("offload", "recompute", layout.partial_budget)]
         pairs += [(lean, rich, budget) for lean in leanest for rich, budget in richer]
         pairs += [("partial", "keep", budget) for rich, budget in richer if rich == "partial"]
-        # Where the host has room: what is not computed again costs both memories the link's time instead.
-        spilled = [budget for rich, budget in richer if rich == "partial"] or [1.0]
-        pairs += [pair for b in spilled for pair in (("offload", "spill", b), ("spill", "keep", b))]
+        if not self.fit(dataclasses.replace(layout, activations="keep")):
+            # Where the host has room: what is not computed again takes the link's time instead.
+            spilled = [budget for rich, budget in richer if rich == "partial"] or [1.0]
+            pairs += [pair for b in spilled for pair in (("offload", "spill", b), ("spill", "keep", b))]
         seen = set()
         for lean, rich, budget in pairs:
 
