@@ -60,9 +60,7 @@ def predictions(found: Measured) -> Iterator[dict[str, Any]]:
     workload, probed = Workload(**found.workload), Rates.from_dict(found.probed)
     corrected = probed if found.corrected is None else Rates.from_dict(found.corrected)
     for row in found.rows:
-        fields = row["layout"]
-        modes = fields["activations"]
-        layout = Layout(**fields | {"activations": modes if isinstance(modes, str) else tuple(modes)})
+        layout = Layout(**row["layout"])
         p = predict(workload, corrected, layout)
         yield {
             "model": found.model,

@@ -14,8 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from slidedp.checkpoint.folder import (
     ASSETS,
     FORMAT,
@@ -31,7 +29,6 @@ from slidedp.checkpoint.folder import (
 from slidedp.checkpoint.shards import THREADS, shard_name, write_shard
 from slidedp.checkpoint.source import Source
 from slidedp.config import Checkpoint
-from slidedp.host import kernels
 from slidedp.host.memory import available_bytes
 from slidedp.host.state import HostState
 from slidedp.model.units import Unit
@@ -233,7 +230,6 @@ class Checkpointer:
         self._requests: list[int] = []
         self._due = self._disabled = False
         self._clock = time.monotonic()
-        kernels.copy(np.zeros(1, np.float32), np.zeros(1, np.float32))  # compiles it before a step waits
 
     def disable(self) -> None:
         """Saves nothing any more: the state is spoiled, and may not take the place of a good one."""

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import numpy as np
+import torch
 
-from slidedp.host import kernels
 from slidedp.host.state import HostState
 from slidedp.model.units import Unit
 
@@ -30,15 +30,15 @@ class Source:
             yield self._arrays[kind][start:stop].data.cast("B")
 
     def copy(self) -> bool:
-        """From then on only a copy is read, and the unit may change. All threads of the kernels make it.
-        False where a limit leaves no memory for it."""
+        """From then on only a copy is read, and the unit may change. All threads make it. False where a limit
+        leaves no memory for it."""
         arrays = self._arrays
         try:
             copies = {kind: np.empty_like(array) for kind, array in arrays.items()}
         except MemoryError:
             return False
-        for kind, array in arrays.items():
-            kernels.copy(array, copies[kind])
+        for kind, array in arrays.items():  # numpy copies with one thread
+            torch.from_numpy(copies[kind]).copy_(torch.from_numpy(array))
         with self._lock:
             if self._arrays:  # else it is written by now
                 self._arrays = copies

@@ -298,21 +298,6 @@ def fill(out: np.ndarray, value: float) -> None:
     _fill(out, np.float32(value))
 
 
-@_parallel
-def _copy(src, dst):
-    for k in prange(_blocks(src)):
-        s, d = _block(src, k), _block(dst, k)
-        for i in range(s.size):
-            d[i] = s[i]
-
-
-def copy(src: np.ndarray, dst: np.ndarray) -> None:
-    """Copy ``src[n]`` to ``dst[n]`` (FP32 or BF16). Fresh memory is mapped as ``fill`` does it."""
-    _check(src, "src", src.dtype, multiple=1)
-    _check(dst, "dst", src.dtype, src.size, multiple=1)
-    _copy(src, dst)
-
-
 @_inline
 def _mix(x):
     """The output function of SplitMix64 (Steele, Lea & Flood 2014): a bijection on 64 bits."""

@@ -250,19 +250,14 @@ class AutoPolicy:
         other = candidates[others[0]]
         slower = other.seconds - best.seconds
         expected = [self.candidates.expected(layouts[i]) for i in (ranked[0], others[0])]
-        if slower < -TIE * best.seconds:
-            why += (
-                f"; {other.note} is predicted {-slower / best.seconds:.1%} faster, but loses more "
-                f"where all but compute is {CAUTION - 1:.0%} slower than probed"
-            )
-        elif expected[1] - expected[0] <= TIE * expected[0]:
+        if expected[1] - expected[0] <= TIE * expected[0]:
             why += f"; {other.note} is as fast within {TIE:.1%}"
             if other.gpu_bytes - best.gpu_bytes > 0.05 * 2**30:
                 why += f" and takes {(other.gpu_bytes - best.gpu_bytes) / 2**30:.1f} GiB more per GPU"
         elif slower <= TIE * best.seconds:
             why += (
-                f"; {other.note} is as fast within {TIE:.1%}, until all but compute is slower than probed: "
-                f"{(expected[1] - expected[0]) / (best.seconds / 2):.1%} where that is {CAUTION - 1:.0%}"
+                f"; {other.note} is predicted as fast or faster, but loses more where all but compute is "
+                f"{CAUTION - 1:.0%} slower than probed"
             )
         else:
             why += f"; next is {other.note}, {slower / best.seconds:.1%} slower"

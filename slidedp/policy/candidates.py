@@ -42,8 +42,7 @@ def slowed(rates: Rates, factor: float) -> Rates:
     for group in ("links", "collectives", "update", "host_memory"):
         rates = rates.faster(group, 1 / factor)
     threads = ("enqueue_forward", "enqueue_backward", "enqueue_operation")
-    changed = {name: getattr(rates, name) * factor for name in threads}
-    return dataclasses.replace(rates, gpu_update=rates.gpu_update / factor, **changed)
+    return dataclasses.replace(rates, **{name: getattr(rates, name) * factor for name in threads})
 
 
 def fits(there: Plan) -> bool:

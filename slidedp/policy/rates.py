@@ -12,7 +12,7 @@ GROUPS = {
         "forward", "backward_keep", "backward_recompute", "backward_partial", "head", "embed_forward",
         "embed_backward",
     ),
-    "links": ("up", "down", "both", "up_all", "down_all", "both_all"),
+    "links": ("up", "down", "both", "up_all", "down_all", "both_all", "gpu_update"),
     "collectives": ("all_gather", "reduce_scatter", "broadcast", "reduce"),
     "update": ("update", "update_up", "update_down", "update_both", "sum_lanes"),
     "host_memory": ("host_memory",),
@@ -60,10 +60,11 @@ class Workload:
     def delivered_params(self, layout: Layout) -> tuple[float, float, float]:
         """Parameters of embed, a layer and head that come to a GPU for a forward and the loss. A vocabulary
         in k pieces comes to the head k - 1 pieces down and k up; a tied one once more for its gradient."""
-        more = (2 + self.tied - 1 / layout.vocabulary_pieces) if layout.vocabulary_pieces > 1 else 0.0
+        pieces = layout.vocabulary_pieces
+        head = self.head_params * (2 - 1 / pieces)
         if self.tied:
-            return self.embed_params, self.layer_params, self.head_params + more * self.embed_params
-        return self.embed_params, self.layer_params, (more or 1.0) * self.head_params
+            head = self.head_params + (self.embed_params * (3 - 1 / pieces) if pieces > 1 else 0.0)
+        return self.embed_params, self.layer_params, head
 
     def away_bytes(self, layout: Layout) -> list[float]:
         """What each layer moves to the host in forward, and back for its backward."""
