@@ -45,7 +45,7 @@ from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.probe import probe
 from slidedp.policy.rates import Rates
 from slidedp.policy.tune import Tuner
-from slidedp.preflight import Plan, plan, under, with_layout
+from slidedp.preflight import Plan, plan, size_text, under, with_layout
 from slidedp.processes import Processes
 from slidedp.steps import RowReader
 from slidedp.tables import html_table
@@ -131,6 +131,8 @@ class Run:
     ) -> None:
         """`source`: the checkpoint to start from, which stands at `start`."""
         self.plan, self.folder, self.tokenizer = preflight, folder, material.tokenizer
+        self._device_limit = preflight.device_limit  # before the run took its own memory
+        self._most_on_device = sum(preflight.device.values())
         self.config = config = preflight.config
         self.layout = config.layout
         self.status = "starting"
@@ -140,7 +142,6 @@ class Run:
         """What is wrong while the run goes on: a process that is stalled, and where; or too little memory."""
         model = skeleton(preflight.model)
         flops = flops_per_token(model, material.samples.attended_length())
-        self._device_limit = preflight.device_limit  # before the run took its own memory
         self._landings: list[Landing] = []
         self.stopping = False
         """Whether a stop has been asked for."""
@@ -353,16 +354,24 @@ class Run:
             raise ConfigError(f"set_layout: {layout!r}: expected a slidedp.Layout")
         candidate = with_layout(self.plan, layout)
         candidate.check_layout()
-        candidate.check_device(self._device_limit)
-        landing = candidate.host.get("gradient landing", 0)
+        limit, free = self._device_limit, candidate.device_available
+        if limit is not None and free is not None:  # another program may have taken some since the launch
+            limit = min(limit, self._most_on_device + free)
+        candidate.check_device(limit)
+        # The new landing is there before the old one goes; everything else takes the place of the old.
+        before, after = (there.host.get("gradient landing", 0) for there in (self.plan, candidate))
+        more = after + max(0, candidate.host_bytes - after - (self.plan.host_bytes - before))
         # The system's free bytes do without what the run holds; a budget is for all of it.
         held = 0 if self.config.host_memory_budget is None else self.plan.host_bytes
-        if held + landing > candidate.host_available:
+        if held + more > candidate.host_available:
             raise ConfigError(
-                f"set_layout: {landing / 2**30:.1f} GiB of gradient landing do not fit the host"
+                f"set_layout: this layout takes {size_text(more)} more of host memory, and "
+                f"{size_text(max(0, candidate.host_available - held))} are free; offload or spill fewer "
+                "layers, or choose landing='ring'"
             )
         self._landings.append(self._landing(layout))  # which may be refused: then all is as it was
         self.plan, self.layout = candidate, layout
+        self._most_on_device = max(self._most_on_device, sum(candidate.device.values()))
         self.log.add({"kind": "plan", "memory": candidate.memory()})
         self._command(SetLayout(layout, self._landings[-1].handle))
 

@@ -225,6 +225,14 @@ def test_what_a_plan_for_gpus_says_is_what_later_runs_took(gpus, monkeypatch):
     assert sum(said.device.values()) / GIB == pytest.approx(17.06, rel=0.03)
 
 
+def test_a_plan_for_gpus_counts_processes_and_page_tables(gpus):
+    said = plan(config(device="cuda", ranks=2))
+    assert said.host["processes and page tables (estimate)"] == pytest.approx(4.5 * GIB, rel=0.01)
+    # 122 GiB of state and landing on one GPU: the kernel ended such a run of 121 where 124.8 were free.
+    large = plan(replace(config(device="cuda", ranks=1), model=qwen3("8B")))
+    assert large.host_bytes / GIB == pytest.approx(125.5, abs=0.1)
+
+
 def test_partial_keeps_all_where_nothing_is_compiled():
     def kept(mode: str, compiled: bool) -> int:
         run = config({"activations": mode}, sequence_length=64, compile=compiled)

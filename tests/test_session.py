@@ -21,7 +21,7 @@ from slidedp.host.memory import pss_bytes
 from slidedp.policy.machines import H200
 from slidedp.policy.tune import Tuner
 from slidedp.policy.workload import workload_of
-from slidedp.preflight import plan
+from slidedp.preflight import plan, under
 from slidedp.processes import Processes
 from tests.launching import DEADLINE, LENGTH, VOCABULARY, alive, nothing_left, script, small_config, until
 
@@ -183,6 +183,22 @@ def test_layouts_switch_live_and_the_losses_stay(folder, finished):
         np.testing.assert_allclose(run.metrics()["loss"], finished.metrics()["loss"], rtol=2e-5)
 
 
+def test_a_layout_that_the_host_has_no_room_for_is_refused(folder, tmp_path):
+    config = small_config(folder, ranks=1, run_folder=str(tmp_path / "run"))
+    started, fits = plan(config), Layout(activations="spill")
+    spilling = under(started, fits)
+    # The old landing stays until the new one is there.
+    most = spilling.host_bytes + started.host["gradient landing"]
+    with launch(replace(config, host_memory_budget=1.01 * most / 2**30)) as run:
+        until(lambda: run.log.steps_done > 1, "a step")
+        with pytest.raises(ConfigError, match=r"^set_layout: this layout takes .* more of host memory, and "):
+            run.set_layout(replace(fits, window=5))
+        run.set_layout(fits)
+        done = run.log.steps_done
+        until(lambda: run.log.steps_done > done + 2, "more steps")
+        run.stop()
+
+
 def test_awaiting_a_run_keeps_the_loop_live_and_stop_ends_it_evenly(folder, tmp_path):
     async def work():
         config = small_config(folder, run_folder=str(tmp_path / "run"))
@@ -191,7 +207,7 @@ def test_awaiting_a_run_keeps_the_loop_live_and_stop_ends_it_evenly(folder, tmp_
         run = launch(replace(config, host_memory_budget=budget, gpu_memory_budget=device))
         with pytest.raises(ConfigError, match="the run goes on"):
             run.export(tmp_path / "early")
-        with pytest.raises(ConfigError, match="gradient landing do not fit the host"):
+        with pytest.raises(ConfigError, match="more of host memory"):
             run.set_layout(Layout(reduction="cpu"))
         with pytest.raises(ConfigError, match=r"gpu_memory_budget=.*layout\.window"):
             run.set_layout(Layout(activations="keep"))

@@ -17,7 +17,7 @@ from slidedp.config import Config, Data, Optimizer
 from slidedp.data.samples import write_samples
 from slidedp.host.memory import anonymous_bytes
 from slidedp.layout import Layout
-from slidedp.preflight import GIB, with_layout
+from slidedp.preflight import GIB, PROCESSES, with_layout
 from slidedp.session import Run, launch
 
 FOREVER = 1_000_000
@@ -95,7 +95,8 @@ def host_bytes(run: Run, layout: Layout) -> int:
     for event in [*run.log.events("step"), *run.log.events("update")]:
         process = event.get("rank", -1)
         own[process] = max(own.get(process, 0), event["anonymous_bytes"])
-    return with_layout(run.plan, layout).host_bytes + sum(own.values())
+    there = with_layout(run.plan, layout)
+    return there.host_bytes - there.host.get(PROCESSES, 0) + sum(own.values())
 
 
 def summary(run: Run, layout: Layout, batch: int, first: int, end: int) -> dict[str, Any]:

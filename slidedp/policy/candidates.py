@@ -166,21 +166,23 @@ class Candidates:
     def _lightest(self) -> Layout:
         """The layout of the config with the transport that suits the machine, or the one next to it that
         takes least memory, if that is too much."""
-        layout = dataclasses.replace(self.plan.config.layout, transport=self.plan.transport)
+        first = dataclasses.replace(self.plan.config.layout, transport=self.plan.transport)
+        if self.fit(first):
+            return first
         least = frugal(self.plan.model)
         smaller: list[dict[str, Any]] = [
             {},
-            {"activations": "recompute"},
-            {"activations": "offload"},
             {"window": 1, "gradient_slots": 1},
             {"reduction": "gpu", "landing": "ring", "gpu_updates": 0, "resident_updates": 0},
             {"mlp_tile_tokens": least.mlp_tile_tokens},
             {"vocabulary_pieces": least.vocabulary_pieces},
         ]
-        for change in smaller:
-            layout = dataclasses.replace(layout, **change)
-            if self.fit(layout):
-                return layout
+        for activations in ("recompute", "offload"):  # the GPU's memory, then the host's
+            layout = dataclasses.replace(first, activations=activations)
+            for change in smaller:
+                layout = dataclasses.replace(layout, **change)
+                if self.fit(layout):
+                    return layout
         under(self.plan, layout).check()
         raise ConfigError(
             "not enough GPU memory with room to spare: use a smaller batch_size or sequence_length"

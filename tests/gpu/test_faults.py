@@ -1,8 +1,11 @@
-"""Runs on real GPUs that are killed, saved and resumed."""
+"""Runs on real GPUs that are killed, saved and resumed, or that another program leaves little memory."""
 
 import os
 import signal
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from slidedp import Config, Layout, Optimizer, RunFailed, launch
+from slidedp import Config, ConfigError, Data, Layout, Optimizer, RunFailed, launch
+from slidedp.bench.shapes import qwen3
+from slidedp.bench.slide import random_samples
 from slidedp.gpus import free_gpu_bytes
 from tests.launching import DEADLINE, nothing_left, small_config, until
 
@@ -72,3 +77,52 @@ def test_a_killed_run_resumes_from_state_that_was_on_gpus(tmp_path: Path) -> Non
     np.testing.assert_allclose(resumed[step:], expected[step:], rtol=1e-3)
     # What the host held before anything was written back is the state of step 0.
     assert abs(expected[0] - expected[step]) > 1e-2
+
+
+HOLD = """
+import torch
+held = torch.empty(torch.cuda.mem_get_info()[0] - {leaves}, dtype=torch.uint8, device="cuda")
+print("held", flush=True)
+input()
+"""
+
+
+@contextmanager
+def another_program(leaves: int) -> Iterator[None]:
+    """It holds all but `leaves` bytes of the first GPU."""
+    command = [sys.executable, "-c", HOLD.format(leaves=leaves)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, **pipes) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
+        yield
+        holder.communicate()
+
+
+def test_a_gpu_that_another_program_fills(tmp_path: Path) -> None:
+    random_samples(tmp_path, 32, 1024, qwen3("0.6B").vocab_size)
+    little = Config(
+        model=qwen3("0.6B"),
+        data=Data(path=str(tmp_path)),
+        sequence_length=1024,
+        batch_size=2,
+        steps=1_000_000,
+        ranks=1,
+        compile=False,
+        layout=Layout(schedule="in_backward", activations="recompute"),
+        optimizer=Optimizer(clip_norm=None),
+        run_folder=str(tmp_path / "run"),
+    )
+    much = replace(little, batch_size=32, layout=Layout(schedule="in_backward", activations="keep"))
+    with nothing_left(), another_program(leaves=16 * 2**30):
+        with pytest.raises(ConfigError, match=r"^not enough GPU memory: a rank .* may take 1[56]\."):
+            launch(much)
+        with launch(little) as run:
+            until(lambda: run.log.steps_done > 3, "some steps")
+            with another_program(leaves=2**28):
+                done = run.log.steps_done
+                with pytest.raises(ConfigError, match=r"^not enough GPU memory: "):
+                    run.set_layout(Layout(schedule="in_backward", window=24, gpu_updates=26))
+                until(lambda: run.log.steps_done > done + 3, "more steps")
+            run.stop()
+            run.wait(DEADLINE)
+        assert np.isfinite(run.metrics()["loss"]).all()
