@@ -38,6 +38,8 @@ class Measured(NamedTuple):
     """The same after the run's first timeline; None where that was not kept."""
     rows: list[dict[str, Any]]
     """Each a `layout`, as a dict of its fields, a `note` and `measured_seconds`."""
+    tuning_seconds: float | None = None
+    """What probe, decisions and trials have cost, as the policy's last record says."""
     remark: str = ""
 
 

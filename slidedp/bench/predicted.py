@@ -1,15 +1,16 @@
 """python -m slidedp.bench.predicted 8B --batch 16 40 --ranks 2 --json docs/step_time.json
 
-Predicted against measured step times: per batch, one run on random weights goes through a list of
-layouts and through the policy's own choice; the model predicts each of them from a probe of the machine, and
-again from the probe corrected by the run's first timeline. The file keeps what was measured:
-`slidedp.bench.measured` predicts it again.
+Predicted against measured step times: per batch, one run on random weights tunes itself, as under
+`layout="auto"`, and then goes through a list of layouts and the one that it has chosen. The model
+predicts each of them from a probe of the machine, and again from the probe corrected by the run's first
+timeline. The file keeps what was measured: `slidedp.bench.measured` predicts it again.
 """
 
 import argparse
 import dataclasses
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -23,11 +24,9 @@ from slidedp.bench.shapes import QWEN3, qwen3
 from slidedp.bench.slide import WARM_UP, random_samples, wait_for_step
 from slidedp.config import Config, Data, Optimizer
 from slidedp.layout import Layout
-from slidedp.policy.auto import AutoPolicy
-from slidedp.policy.calibrate import calibrated
 from slidedp.policy.candidates import fits
 from slidedp.policy.probe import probe
-from slidedp.policy.tune import CALIBRATION
+from slidedp.policy.tune import Tuner
 from slidedp.policy.words import describe
 from slidedp.policy.workload import workload_of
 from slidedp.preflight import plan, under
@@ -111,16 +110,16 @@ def measure(
             run_folder=str(Path(folder, "run")),
             **settings,
         )
-        planned = plan(config)
+        planned, begun = plan(config), time.monotonic()
         workload, rates = workload_of(planned), probe(planned)
-        layouts = layouts or sweep(workload.layers, workload.ranks, bool(planned.config.compile))
-        chosen = AutoPolicy(planned, rates).decide_all()
-        if chosen not in layouts:
-            layouts = [*layouts, chosen]
-        layouts = [layout for layout in layouts if fits(under(planned, layout))]
+        probed = time.monotonic() - begun
         random_samples(Path(folder), config.batch_size, length, model.vocab_size)
-        with launch(dataclasses.replace(config, layout=layouts[0])) as run:
-            wait_for_step(run, CALIBRATION + 1)
+        with launch(config) as run:
+            policy = Tuner(run, planned, rates, probed).tune()
+            chosen = policy.layout
+            layouts = layouts or sweep(workload.layers, workload.ranks, bool(planned.config.compile))
+            layouts = [chosen, *(other for other in layouts if other != chosen)]
+            layouts = [layout for layout in layouts if fits(under(planned, layout))]
             found = Measured(
                 name,
                 batch,
@@ -129,10 +128,11 @@ def measure(
                 date.today().isoformat(),
                 dataclasses.asdict(workload),
                 rates.to_dict(),
-                calibrated(rates, workload, layouts[0], run.log, CALIBRATION).to_dict(),
+                policy.candidates.rates.to_dict(),
                 [],
+                tuning_seconds=policy.records[-1].cost_seconds,
             )
-            started = CALIBRATION - WARM_UP
+            started = run.log.steps_done
             for layout in layouts:
                 if layout != run.layout:
                     switches = len(run.log.events("layout")) + int(run.config.ranks or 1)

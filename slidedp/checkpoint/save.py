@@ -30,6 +30,7 @@ from slidedp.checkpoint.shards import THREADS, shard_name, write_shard
 from slidedp.checkpoint.source import Source
 from slidedp.config import Checkpoint
 from slidedp.host.memory import available_bytes
+from slidedp.host.process import yield_cores
 from slidedp.host.state import HostState
 from slidedp.model.units import Unit
 
@@ -126,7 +127,7 @@ class Snapshot:
             self._saving.folder.mkdir(parents=True, exist_ok=True)
             remove_partial(self._saving.folder)  # of a process that was killed
             self._partial.mkdir()
-            with ThreadPoolExecutor(THREADS) as pool:
+            with ThreadPoolExecutor(THREADS, initializer=yield_cores) as pool:
                 list(pool.map(lambda _: self._write_shards(), range(THREADS)))
             self._copy_assets()
             self._write_index()

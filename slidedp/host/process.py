@@ -52,6 +52,12 @@ def share_cores(processes: int) -> None:
     torch.set_num_threads(threads)
 
 
+def yield_cores() -> None:
+    """Lets this thread run where no other wants to: one that is in no hurry, beside kernels whose slowest
+    thread decides."""
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+
+
 def bound_freed_memory() -> None:
     """Makes malloc give back blocks of 2 MiB and more when they are freed, and what is free at the end of a
     thread's memory from 4 MiB on.

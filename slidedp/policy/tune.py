@@ -63,7 +63,9 @@ class Tuner:
         run = self._run
         try:
             self._until(lambda: run.log.steps_done > CALIBRATION)
-            rates = calibrated(self._rates, self.policy.workload, run.layout, run.log, CALIBRATION)
+            rates = calibrated(
+                self._rates, self.policy.workload, run.layout, run.log, CALIBRATION, early=True
+            )
             self.policy = AutoPolicy(self._planned, rates, self.trial, self._spent)
             while self.policy.decide() is not None:
                 self.policy.save(run.folder / POLICY)

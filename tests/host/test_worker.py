@@ -41,4 +41,4 @@ def test_run_worker_ends_when_every_rank_has_finished(bench):
 
 def test_threads_leave_a_core_to_each_rank(monkeypatch):
     monkeypatch.setattr(worker_module.os, "sched_getaffinity", lambda _: set(range(16)))
-    assert [worker_module.worker_threads(ranks) for ranks in (1, 8, 15, 16, 40)] == [15, 8, 1, 1, 1]
+    assert [worker_module.worker_threads(ranks) for ranks in (1, 2, 7, 8, 40)] == [13, 11, 1, 1, 1]
