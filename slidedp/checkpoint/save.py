@@ -26,13 +26,17 @@ from slidedp.checkpoint.folder import (
     publish,
     remove_partial,
 )
+from slidedp.checkpoint.room import ALIGNMENT, Room
 from slidedp.checkpoint.shards import THREADS, shard_name, write_shard
 from slidedp.checkpoint.source import Source
 from slidedp.config import Checkpoint
 from slidedp.host.memory import available_bytes
 from slidedp.host.process import yield_cores
 from slidedp.host.state import HostState
-from slidedp.model.units import Unit
+from slidedp.model.units import Unit, aligned
+
+AHEAD = 32
+"""Steps before a save at a certain step at which memory for it is taken."""
 
 
 class Saving(NamedTuple):
@@ -65,16 +69,18 @@ class Snapshot:
         keep_last: int,
         report: Callable[[dict[str, Any]], None],
         requests: Sequence[int] = (),
+        room: Room | None = None,
     ) -> None:
-        """`order`: all units, first the one whose next update comes first."""
+        """`order`: all units, first the one whose next update comes first. `room` is for copies, and closed
+        at the end."""
         self.progress, self._saving, self._keep_last = progress, saving, keep_last
         self._report, self._requests = report, list(requests)
         self.path = saving.folder / folder_name(progress.step)
         self._partial = saving.folder / f".{self.path.name}.partial"
         self._sources = {unit.index: Source(state, unit) for unit in order}
-        self._spare = saving.spare_bytes
+        self._room = room or Room(0)
         # Written from the end. Of what will be copied, the last to change first; else the first.
-        copied = sum(source.nbytes for source in self._sources.values()) <= self._spare
+        copied = sum(source.nbytes for source in self._sources.values()) <= self._room.nbytes
         self._remaining = list(order) if copied else list(order)[::-1]
         self._unchanged = {unit.index for unit in order}
         """Units that may not change yet."""
@@ -94,12 +100,7 @@ class Snapshot:
         with self._changed:
             if unit.index not in self._unchanged:
                 return
-            source = self._sources[unit.index]
-            # As much again stays free: whoever else takes memory meanwhile shall find some.
-            room = source.nbytes <= min(self._spare, available_bytes() // 2)
-            if room:
-                self._spare -= source.nbytes
-        copied = room and source.copy()
+        copied = self._sources[unit.index].copy(self._room)
         with self._changed:
             if copied:
                 self._copied.add(unit.index)
@@ -140,6 +141,7 @@ class Snapshot:
             self._release()
             for source in self._sources.values():
                 source.close()
+            self._room.close()
         if self.error is None:
             prune(self._saving.folder, self._keep_last)
         self._report(
@@ -170,8 +172,6 @@ class Snapshot:
                     # From here on its bytes are the page cache's, and it may change.
                     source.close()
                     with self._changed:
-                        if unit.index in self._copied:
-                            self._spare += source.nbytes
                         self._unchanged.discard(unit.index)
                         self._changed.notify_all()
                     os.fsync(file.fileno())
@@ -215,8 +215,8 @@ class Snapshot:
 class Checkpointer:
     """Decides at each step boundary whether to save; writes one checkpoint at a time.
 
-    A save that falls due while the one before is still being written begins at the first boundary
-    after that.
+    A save that falls due while the one before is still being written, or before there is memory for its
+    copies, begins at the first boundary after that.
     """
 
     def __init__(
@@ -229,6 +229,7 @@ class Checkpointer:
         self._settings, self._state, self._saving, self._report = settings, state, saving, report
         self.snapshot: Snapshot | None = None
         self._requests: list[int] = []
+        self._room: Room | None = None
         self._due = self._disabled = False
         self._clock = time.monotonic()
 
@@ -240,18 +241,30 @@ class Checkpointer:
         """Saves at the next boundary; the event will hold `number`."""
         self._requests.append(number)
 
-    def due(self, step: int) -> bool:
-        """Whether a checkpoint would begin at the boundary before `step` if it were here now."""
+    def begins(self, step: int) -> bool:
+        """Whether a checkpoint would begin at the boundary before `step` if it were here now. Takes memory
+        for its copies as soon as it is wanted, and AHEAD of one at a certain step."""
         steps, minutes = self._settings.every_steps, self._settings.every_minutes
         self._due |= steps is not None and step % steps == 0
         self._due |= minutes is not None and time.monotonic() - self._clock >= 60 * minutes
+        wanted = bool(self._due or self._requests)
         busy = self.snapshot is not None and self.snapshot.running
-        return bool(self._due or self._requests) and not (busy or self._disabled)
+        soon = wanted or (steps is not None and -step % steps <= AHEAD)
+        if busy or self._disabled or not soon:
+            return False
+        if self._room is None:
+            self._room = Room(self._room_bytes())
+        return wanted and self._room.ready
+
+    def _room_bytes(self) -> int:
+        """All of the state, if a part of what is free stays free for whoever else wants some."""
+        state = sum(aligned(Source(self._state, unit).nbytes, ALIGNMENT) for unit in self._state.units)
+        return min(state, self._saving.spare_bytes, available_bytes() * 3 // 4)
 
     def boundary(self, progress: Progress, order: Sequence[Unit]) -> None:
         """Call it when all units are at version `progress.step`, on the host too, in the `order` of their
         next updates."""
-        if self.due(progress.step):
+        if self.begins(progress.step):
             self._begin(progress, order)
 
     def before_update(self, unit: Unit) -> None:
@@ -264,6 +277,9 @@ class Checkpointer:
         returns when all is written."""
         if self.snapshot is not None:
             self.snapshot.join()
+        if self._room is not None:
+            self._room.close()  # nothing changes any more
+            self._room = None
         if self._disabled:
             return
         saved = self.snapshot is not None and self.snapshot.progress == progress
@@ -272,8 +288,10 @@ class Checkpointer:
 
     def _begin(self, progress: Progress, order: Sequence[Unit]) -> Snapshot:
         requests, self._requests = self._requests, []
+        room, self._room = self._room, None
         self._due, self._clock = False, time.monotonic()
+        last = self._settings.keep_last
         self.snapshot = Snapshot(
-            self._state, order, progress, self._saving, self._settings.keep_last, self._report, requests
+            self._state, order, progress, self._saving, last, self._report, requests, room
         )
         return self.snapshot

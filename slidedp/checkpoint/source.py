@@ -4,9 +4,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
 import torch
 
+from slidedp.checkpoint.room import Room
 from slidedp.host.state import HostState
 from slidedp.model.units import Unit
 
@@ -29,22 +29,24 @@ class Source:
         with self._lock:
             yield self._arrays[kind][start:stop].data.cast("B")
 
-    def copy(self) -> bool:
-        """From then on only a copy is read, and the unit may change. All threads make it. False where a limit
-        leaves no memory for it."""
-        arrays = self._arrays
-        try:
-            copies = {kind: np.empty_like(array) for kind, array in arrays.items()}
-        except MemoryError:
+    def copy(self, room: Room) -> bool:
+        """From then on only a copy is read, and the unit may change. All threads make it. False where `room`
+        has no memory left for it."""
+        memory = room.take(self.nbytes)
+        if memory is None:
             return False
-        for kind, array in arrays.items():  # numpy copies with one thread
-            torch.from_numpy(copies[kind]).copy_(torch.from_numpy(array))
+        copies, start = {}, 0
+        for kind, array in self._arrays.items():
+            part = memory[start : start + array.nbytes].view(torch.float32)
+            part.copy_(torch.from_numpy(array))  # numpy copies with one thread
+            copies[kind] = part.numpy()
+            start += array.nbytes
         with self._lock:
             if self._arrays:  # else it is written by now
                 self._arrays = copies
         return True
 
     def close(self) -> None:
-        """Nothing is read any more; gives the copy's memory back."""
+        """Nothing is read any more."""
         with self._lock:
             self._arrays = {}

@@ -236,7 +236,7 @@ class OptimizerWorker:
     def _send_coefficients(self) -> None:
         self._told = True
         if self._on_gpu:
-            self._stored = bool(self._resident) and self.checkpoints.due(self.step + 1)
+            self._stored = bool(self._resident) and self.checkpoints.begins(self.step + 1)
             if self._stored or self.step + 1 == self.config.steps:
                 self._before_write_back()
             for index in sorted(self._on_gpu):  # the ranks write these from now on

@@ -8,8 +8,9 @@ import pytest
 
 from slidedp import Checkpoint, Layout
 from slidedp.checkpoint import save as saving_module
-from slidedp.checkpoint import source as source_module
 from slidedp.checkpoint.folder import Progress, checkpoints
+from slidedp.checkpoint.room import Room
+from slidedp.checkpoint.save import AHEAD, Checkpointer
 from slidedp.host.messages import Begin, Coefficients, SetLayout, Stop, Written
 from tests.checkpoint.contents import loaded
 from tests.host.bench import Bench
@@ -67,30 +68,32 @@ def test_an_update_waits_for_the_shard_of_its_unit_or_copies_it(
     made.close()
 
 
-def test_an_update_waits_where_a_limit_leaves_no_memory_for_a_copy(tmp_path, monkeypatch):
-    made = Bench(Layout(schedule="in_backward"), saving=saving(tmp_path, 10**9))
-    open_, write = threading.Event(), saving_module.write_shard
+def test_a_save_begins_when_there_is_memory_for_its_copies(tmp_path, monkeypatch):
+    there = threading.Event()
+    monkeypatch.setattr(Room, "ready", property(lambda room: there.is_set()))
+    made = Bench(Layout(), saving=saving(tmp_path, 10**9))
+    checkpoints = made.worker.checkpoints
+    assert not checkpoints.begins(1)
+    checkpoints.request(5)
+    assert not checkpoints.begins(1)
+    there.set()
+    assert checkpoints.begins(2)
+    made.close()
 
-    def late(file, unit, source):
-        assert open_.wait(DEADLINE)
-        return write(file, unit, source)
 
-    def limited(array):
-        raise MemoryError
-
-    monkeypatch.setattr(saving_module, "write_shard", late)
-    monkeypatch.setattr(source_module.np, "empty_like", limited)
-    made.worker.checkpoints.request(5)
-    made.worker.checkpoints.boundary(made.worker.progress, made.units)
-    snapshot = made.worker.checkpoints.snapshot
-    update = threading.Thread(target=snapshot.wait, args=(made.units[1],), daemon=True)
-    update.start()
-    until(lambda: snapshot.waiting or not update.is_alive(), "the update waits or goes on")
-    assert update.is_alive()
-    open_.set()
-    update.join(DEADLINE)
-    snapshot.join()
-    assert snapshot.error is None and not update.is_alive()
+def test_memory_for_a_save_at_a_certain_step_is_taken_ahead(tmp_path, monkeypatch):
+    made, taken = Bench(Layout(), saving=saving(tmp_path, 10**9)), []
+    monkeypatch.setattr(saving_module, "Room", lambda nbytes: taken.append(nbytes) or Room(nbytes))
+    checkpoints = Checkpointer(
+        Checkpoint(every_steps=100), made.state, saving(tmp_path, 10**9), made.reports.append
+    )
+    found = [(step, checkpoints.begins(step), len(taken)) for step in (1, 99 - AHEAD, 100 - AHEAD, 99, 100)]
+    assert [(begins, rooms) for _, begins, rooms in found] == [
+        (False, 0), (False, 0), (False, 1), (False, 1), (True, 1),
+    ]  # fmt: skip
+    assert taken[0] == sum(12 * unit.numel for unit in made.units)
+    checkpoints.disable()
+    checkpoints.finish(Progress(100, 100), stopped=False)
     made.close()
 
 
