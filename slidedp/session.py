@@ -414,8 +414,9 @@ class Run:
                 self._processes.command(command)
 
     def save(self, wait: bool = True) -> Path | None:
-        """Writes a checkpoint of the next step boundary while training goes on, or of the last one if the
-        run is over; `launch(config, resume=...)` takes it.
+        """Writes a checkpoint while training goes on, or of the last step if the run is over;
+        `launch(config, resume=...)` takes it. It is of the first step boundary at which there is memory for
+        copies of what changes while it is written.
 
         Returns its folder once it is durable, or raises CheckpointFailed. Without `wait`, returns None at
         once; the event `checkpoint` of the log tells the outcome.

@@ -175,6 +175,8 @@ class AutoPolicy:
                 ]
             for schedule, landing, name in ways:
                 for count in self._gpu_updates(now):
+                    if landing == "ring" and count == self.workload.layers + 2:
+                        continue  # nothing lands
                     for resident in sorted({0, count}):
                         layout = dataclasses.replace(
                             now,

@@ -68,10 +68,12 @@ class Demands:
     embed_forward: float
     embed_backward: float
 
-    def with_compute(self, factor: float) -> "Demands":
-        """The same with `factor` times the compute."""
+    def with_visits(self, factor: float) -> "Demands":
+        """The same with `factor` times the compute and what it takes to enqueue it."""
         return replace(
             self,
+            enqueue_forward=self.enqueue_forward * factor,
+            enqueue_backward=[seconds * factor for seconds in self.enqueue_backward],
             forward=self.forward * factor,
             head=self.head * factor,
             backward=[seconds * factor for seconds in self.backward],
@@ -95,7 +97,9 @@ def demands(w: Workload, r: Rates, layout: Layout) -> Demands:
     sizes = (w.embed_params, w.layer_params, w.head_params)
     delivers = [_deliver(p, w, r, layout, moved, up_first) for p in w.delivered_params(layout)]
     reduces = [_reduce(p, w, r, layout, moved, down_last) for p in sizes]
-    enqueue_forward, enqueue_backward = _enqueueing(w, r, layout)
+    updates = _worker(sizes, w, r, layout, moved, busy)
+    slower = _beside_worker(updates, w, r, layout)
+    enqueue_forward, enqueue_backward = (slower * seconds for seconds in _enqueueing(w, r, layout))
     away = w.away_bytes(layout)
     on_gpu = _gpu_updates(sizes, w, r, layout, links, 12, 14)
     beside = _beside_compute(w, layout, on_gpu) / w.layers
@@ -117,7 +121,7 @@ def demands(w: Workload, r: Rates, layout: Layout) -> Demands:
             c._replace(link=2 * p * w.itemsize / w.ranks / c.number / r.device_copy)
             for p, c in zip(sizes, reduces, strict=True)
         ],
-        update=_worker(sizes, w, r, layout, moved, busy),
+        update=updates,
         lane_sum=_lane_sums(sizes, w, r, layout),
         on_gpu=on_gpu,
         resident=_gpu_updates(sizes, w, r, layout, links, 0, w.itemsize),
@@ -127,7 +131,7 @@ def demands(w: Workload, r: Rates, layout: Layout) -> Demands:
         backward=[seconds_of_mode[mode] for mode in layout.activation_modes(w.layers)],
         enqueue_forward=enqueue_forward,
         enqueue_backward=[
-            enqueue_backward + (0.0 if mode in ("keep", "partial", "spill") else r.enqueue_forward)
+            enqueue_backward + (0.0 if mode in ("keep", "partial", "spill") else slower * r.enqueue_forward)
             for mode in layout.activation_modes(w.layers)
         ],
         submit=[2 * p * w.itemsize / r.device_copy for p in sizes],
@@ -207,6 +211,14 @@ def _enqueueing(w: Workload, r: Rates, layout: Layout) -> tuple[float, float]:
         r.enqueue_forward + forward * r.enqueue_operation,
         r.enqueue_backward + backward * r.enqueue_operation,
     )
+
+
+def _beside_worker(updates: list[float], w: Workload, r: Rates, layout: Layout) -> float:
+    """How much longer enqueueing takes for the part of a step in which the worker updates."""
+    there = layout.updated_on_gpu(w.layers)
+    worker = sum(updates[w.kind(unit)] for unit in range(w.layers + 2) if unit not in there)
+    compute = w.layers * (r.forward + r.backward_keep) + r.head
+    return 1 + (r.enqueue_under_update - 1) * min(1.0, worker / compute)
 
 
 # --- updates ------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from torch.nn import functional
 from slidedp.config import DTYPES
 from slidedp.model.loss import linear_cross_entropy
 from slidedp.model.units import Unit
-from slidedp.policy.phases import enqueue_seconds, seconds
-from slidedp.preflight import Plan
+from slidedp.policy.phases import Setup, enqueue_seconds, seconds
 from slidedp.stream.activations import Activations, Keep, LayerCall, Parameters, Recompute
 from slidedp.stream.buffers import is_tied
 from slidedp.stream.compiled import model_functions
@@ -21,8 +20,10 @@ PARTIAL_BUDGET = 0.5
 """The one fraction of kept intermediates that is measured; each costs a compilation."""
 
 
-def compute_seconds(planned: Plan, device: Device) -> dict[str, float]:
-    """Seconds of each piece of compute at the run's shapes."""
+def compute_seconds(setup: Setup, device: Device) -> dict[str, float]:
+    """Seconds of each piece of compute at the run's shapes; on a GPU also those of the thread that enqueues,
+    and `enqueue_under_update`, how many times as long it takes beside the worker."""
+    planned = setup.planned
     config, units = planned.config, planned.units
     dtype = DTYPES[str(config.compute_dtype)]
     functions = model_functions(config, planned.model, device, dtype)
@@ -67,7 +68,9 @@ def compute_seconds(planned: Plan, device: Device) -> dict[str, float]:
     _, recompute = both(Recompute, functions.layer)
     found = {"forward": forward, "backward_keep": keep, "backward_recompute": recompute}
     if device.is_cuda:
-        found |= enqueue()
+        alone, beside = enqueue(), setup.beside_worker(enqueue)
+        slower = sum(beside.values()) / sum(alone.values())
+        found |= alone | {"enqueue_under_update": max(1.0, slower)}
     if config.compile:
         found["backward_partial"] = both(Keep, functions.partial(PARTIAL_BUDGET))[1]
     matrix = embed["weight"].detach()

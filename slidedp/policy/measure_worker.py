@@ -69,5 +69,7 @@ def worker_rates(setup: Setup) -> dict[str, float]:
 
     add()
     found["sum_lanes"] = rate(add, 3 * out.nbytes, sizes.seconds)
+    if config.device == "cuda":
+        setup.update_meanwhile(lambda: update(count))
     setup.barrier.wait()
     return found

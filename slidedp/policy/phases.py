@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -47,6 +47,9 @@ PHASES = (
 )
 
 
+Result = TypeVar("Result")
+
+
 class Setup(NamedTuple):
     """What every process is given. The barrier holds all ranks and the worker."""
 
@@ -55,6 +58,20 @@ class Setup(NamedTuple):
     folder: str
     barrier: Any
     sizes: Sizes
+
+    def beside_worker(self, work: Callable[[], Result]) -> Result:
+        """A rank's `work`, while the worker is in `update_meanwhile`."""
+        self.barrier.wait()
+        result = work()
+        self.barrier.wait()
+        return result
+
+    def update_meanwhile(self, update: Callable[[], Any]) -> None:
+        """The worker's part of `beside_worker`: updates until every rank has finished."""
+        self.barrier.wait()
+        while self.barrier.n_waiting < int(self.planned.config.ranks or 1):
+            update()
+        self.barrier.wait()
 
 
 def seconds(device: Device, work: Callable[[], Any], repeats: int = REPEATS) -> float:

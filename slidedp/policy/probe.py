@@ -227,7 +227,7 @@ def _rank(rank: int, ranks: int, setup: Setup) -> dict[str, Any]:
         between = between_ranks(device, rank, ranks, sizes.collective, setup.planned.transport)
         found |= between
         found["collectives"] = list(between)
-    pieces = compute_seconds(setup.planned, device)
+    pieces = compute_seconds(setup, device)
     found |= pieces
     found["compute"] = list(pieces)
     setup.barrier.wait()

@@ -165,6 +165,8 @@ class Rates:
     """... a backward from kept intermediates; one that runs the forward again takes both."""
     enqueue_operation: float = 0.0
     """... one copy or kernel on a stream, between the events that order it."""
+    enqueue_under_update: float = 1.0
+    """Factor on these times while the worker updates."""
 
     copy_latency: float = 5e-6
     """Seconds per chunk besides its bytes, on a link."""

@@ -56,15 +56,16 @@ def predict(workload: Workload, rates: Rates, layout: Layout, *, timeline: bool 
     steady = steady_step(workload, rates, layout, tasks, record=timeline)
     longest = max(busy, key=lambda name: busy[name])
     step = max(steady.step, busy[longest])
+    pace = COMPUTE if busy[COMPUTE] >= busy["threads"] else "threads"
     if busy[longest] > steady.step * (1 + STEADY):
         binding = longest
     elif sum(steady.exposed.values()) < IDLE * step:
-        binding = COMPUTE if busy[COMPUTE] >= busy["threads"] else "threads"
+        binding = pace
     else:
-        # What would a slightly faster GPU gain? At least half of it: the GPU decides the step.
-        faster = steady_step(workload, rates, layout, tasks.with_compute(0.98))
+        # What would slightly faster visits gain? At least half of it: they decide the step.
+        faster = steady_step(workload, rates, layout, tasks.with_visits(0.98))
         gained = (steady.step - faster.step) / (0.02 * steady.step)
-        binding = COMPUTE if gained >= 0.5 else _waited_for(steady.exposed, tasks)
+        binding = pace if gained >= 0.5 else _waited_for(steady.exposed, tasks)
     return Prediction(
         step_seconds=step,
         drain_seconds=steady.drain,

@@ -275,6 +275,23 @@ def test_threads_that_enqueue_bind_small_layers_in_small_chunks():
     )
 
 
+def test_threads_beside_a_busy_worker_take_longer():
+    """... for the part of the step in which it updates; with all updates on the GPUs not at all."""
+    workload = qwen3_8b(2, 4)
+    rates = dataclasses.replace(H200.rates(workload), enqueue_forward=4e-3, enqueue_backward=9e-3)
+    slowed = dataclasses.replace(rates, enqueue_under_update=1.5)
+    base = Layout(schedule="in_backward", activations="keep", gpu_updates=38, resident_updates=38)
+
+    def ratio(count: int) -> float:
+        layout = dataclasses.replace(base, gpu_updates=count, resident_updates=count)
+        pair = [predict(workload, r, layout) for r in (rates, slowed)]
+        assert count < 37 or pair[0].binding == "threads"  # though some deliveries are waited for
+        return pair[1].demand["threads"] / pair[0].demand["threads"]
+
+    assert ratio(38) == 1
+    assert 1 < ratio(37) < ratio(36) <= 1.5 + 1e-9
+
+
 # --- what else it returns -----------------------------------------------------------------------
 
 
