@@ -104,23 +104,27 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
 
     registered: set[int] = set()  # units whose FP32 state this GPU reaches
 
-    def build(layout: Layout, handle: Handle) -> tuple[Engine, Landing]:
-        plan = LandingPlan(state.units, ranks, layout, config.gradient_dtype.itemsize)
-        landing = Landing(plan, config.gradient_dtype, handle)
-        device.register_all(landing.tensor[start:stop] for start, stop in plan.pieces())
+    def landing_plan(layout: Layout) -> LandingPlan:
+        return LandingPlan(state.units, ranks, layout, config.gradient_dtype.itemsize)
+
+    def open_landing(layout: Layout, handle: Handle) -> Landing:
+        landing = Landing(landing_plan(layout), config.gradient_dtype, handle)
+        device.register_all(landing.tensor[start:stop] for start, stop in landing.plan.pieces())
+        return landing
+
+    def close_landing(landing: Landing) -> None:
+        for start, stop in landing.plan.pieces():
+            device.unregister(landing.tensor[start:stop])
+        landing.close()
+
+    def build(layout: Layout, landing: Landing) -> Engine:
         new = layout.updated_on_gpu(len(state.units) - 2, frozen) - registered
         arrays = [state.tensors(state.units[index]) for index in new]
         # Once for the whole run: seconds for a large model. FP32 ranks compute with the master: done above.
         first = 0 if state.dtype == torch.bfloat16 else 1
         device.register_all(array for unit in arrays for array in unit[first:])
         registered.update(new)
-        return Engine(context, layout, landing), landing
-
-    def release(engine: Engine, landing: Landing) -> None:
-        engine.close()
-        for start, stop in landing.plan.pieces():
-            device.unregister(landing.tensor[start:stop])
-        landing.close()
+        return Engine(context, layout, landing)
 
     def evaluate(step: int) -> None:
         """Reports the held-out loss with the weights that `step` starts from."""
@@ -135,7 +139,8 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
         metrics.flush()  # the steps before, whose transfers are all over by now
         launcher.send(event | {"seconds": time.time() - begun})
 
-    engine, landing = build(config.layout, setup.landing)
+    landing = open_landing(config.layout, setup.landing)
+    engine = build(config.layout, landing)
     launcher.send({"kind": "ready", "rank": rank, "time": time.time()})
     metrics = MetricsQueue(rank, device, launcher, passes, functions.experts)
     recorder: Recorder | None = None
@@ -148,13 +153,18 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
                 if begin.stop:
                     break
                 if begin.layout is not None and begin.landing is not None:
-                    release(engine, landing)
-                    del engine, landing
+                    engine.close()
+                    if begin.landing == landing.handle:
+                        landing.plan = landing_plan(begin.layout)
+                    else:
+                        close_landing(landing)
+                        landing = open_landing(begin.layout, begin.landing)
+                    del engine
                     gc.collect()  # an engine's parts refer to one another
                     if device.is_cuda:
                         torch.cuda.empty_cache()
                         torch.cuda.reset_peak_memory_stats()
-                    engine, landing = build(begin.layout, begin.landing)
+                    engine = build(begin.layout, landing)
                     launcher.send(
                         {"kind": "layout", "rank": rank, "step": step, "layout": asdict(begin.layout)}
                     )
@@ -185,7 +195,8 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
                 evaluate(config.steps)
         if recorder is not None:  # the run ends within the recording
             launcher.send(recorder.write(abort))
-        release(engine, landing)
+        engine.close()
+        close_landing(landing)
         metrics.flush()
         gates.send(Finished())
     except Aborted:

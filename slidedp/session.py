@@ -167,7 +167,7 @@ class Run:
         try:
             self._mark("launched")
             self._state = HostState(preflight.units, DTYPES[str(config.compute_dtype)])
-            self._landings.append(self._landing(config.layout))
+            self._landings.append(Landing(self._landing_plan(config.layout), config.gradient_dtype))
             # They import and find one another, tens of seconds on some machines, while the state fills.
             self._processes = Processes(
                 config,
@@ -208,11 +208,9 @@ class Run:
     def _mark(self, what: str) -> None:
         self.log.add({"kind": "mark", "what": what, "time": time.time()})
 
-    def _landing(self, layout: Layout) -> Landing:
-        assert self._state is not None
-        dtype = self.config.gradient_dtype
-        plan = LandingPlan(self._state.units, int(self.config.ranks or 1), layout, dtype.itemsize)
-        return Landing(plan, dtype)
+    def _landing_plan(self, layout: Layout) -> LandingPlan:
+        itemsize = self.config.gradient_dtype.itemsize
+        return LandingPlan(self.plan.units, int(self.config.ranks or 1), layout, itemsize)
 
     # --- watching -------------------------------------------------------------------------------
 
@@ -358,9 +356,12 @@ class Run:
         if limit is not None and free is not None:  # another program may have taken some since the launch
             limit = min(limit, self._most_on_device + free)
         candidate.check_device(limit)
-        # The new landing is there before the old one goes; everything else takes the place of the old.
+        plan, last = self._landing_plan(layout), next(reversed(self._landings), None)
+        stays = last is not None and plan.shape == last.plan.shape
+        # A new landing is there before the old one goes; everything else takes the place of the old.
         before, after = (there.host.get("gradient landing", 0) for there in (self.plan, candidate))
-        more = after + max(0, candidate.host_bytes - after - (self.plan.host_bytes - before))
+        growth = (candidate.host_bytes - after) - (self.plan.host_bytes - before)
+        more = max(0, growth) + (0 if stays else after)
         # The system's free bytes do without what the run holds; a budget is for all of it.
         held = 0 if self.config.host_memory_budget is None else self.plan.host_bytes
         if held + more > candidate.host_available:
@@ -369,11 +370,13 @@ class Run:
                 f"{size_text(max(0, candidate.host_available - held))} are free; offload or spill fewer "
                 "layers, or choose landing='ring'"
             )
-        self._landings.append(self._landing(layout))  # which may be refused: then all is as it was
+        if last is None or not stays:
+            last = Landing(plan, self.config.gradient_dtype)  # or it is refused: then all is as it was
+            self._landings.append(last)
         self.plan, self.layout = candidate, layout
         self._most_on_device = max(self._most_on_device, sum(candidate.device.values()))
         self.log.add({"kind": "plan", "memory": candidate.memory()})
-        self._command(SetLayout(layout, self._landings[-1].handle))
+        self._command(SetLayout(layout, last.handle))
 
     def tune(self, rates: Rates, planned: Plan | None = None, spent: float = 0.0) -> None:
         """Starts to look for the best layout on the steps to come, in the background. When steps drift later

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from slidedp import ConfigError, Layout, RunFailed, launch, open_run
+from slidedp import ConfigError, Layout, Optimizer, RunFailed, launch, open_run
 from slidedp.host.memory import pss_bytes
 from slidedp.policy.machines import H200
 from slidedp.policy.tune import Tuner
@@ -165,7 +165,7 @@ def test_layouts_switch_live_and_the_losses_stay(folder, finished):
         resource.setrlimit(resource.RLIMIT_FSIZE, (1, limits[1]))
         try:
             with pytest.raises(ConfigError, match="of shared memory for landing"):
-                run.set_layout(Layout(window=1))
+                run.set_layout(Layout(reduction="cpu"))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert run.layout == run.plan.config.layout == Layout()
@@ -183,12 +183,39 @@ def test_layouts_switch_live_and_the_losses_stay(folder, finished):
         np.testing.assert_allclose(run.metrics()["loss"], finished.metrics()["loss"], rtol=2e-5)
 
 
+def landing_memory(run):
+    """By process, which files of gradients it maps."""
+    found = []
+    for process in run._processes:
+        rows = [line.split() for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+        found.append({row[4] for row in rows if "slidedp-landing" in row[-2]})
+    return found
+
+
+def test_a_layout_that_lands_alike_keeps_the_memory(folder, tmp_path):
+    optimizer = Optimizer(lr=1e-2, eps=1e-6, clip_norm=None)
+    config = small_config(folder, optimizer=optimizer, run_folder=str(tmp_path / "run"))
+    alike = Layout(schedule="in_backward", activations="keep", window=1, chunk_bytes=4096)
+    with launch(config) as run:
+        first, looks = run._landings[0].plan.shape, []
+        for layout in (None, alike, replace(alike, landing="ring")):
+            switches = len(run.log.events("layout"))
+            if layout is not None:
+                run.set_layout(layout)
+                until(lambda n=switches: len(run.log.events("layout")) == n + 2, "a switch")
+            done = run.log.steps_done
+            until(lambda n=done: run.log.steps_done > n + 3, "some steps")
+            looks.append(landing_memory(run))
+        assert run._landings[-1].plan.shape != first
+        run.stop()
+    assert all(len(files) == 1 for look in looks for files in look)
+    assert looks[0] == looks[1] and looks[1] != looks[2]
+
+
 def test_a_layout_that_the_host_has_no_room_for_is_refused(folder, tmp_path):
     config = small_config(folder, ranks=1, run_folder=str(tmp_path / "run"))
-    started, fits = plan(config), Layout(activations="spill")
-    spilling = under(started, fits)
-    # The old landing stays until the new one is there.
-    most = spilling.host_bytes + started.host["gradient landing"]
+    fits = Layout(activations="spill")
+    most = under(plan(config), fits).host_bytes
     with launch(replace(config, host_memory_budget=1.01 * most / 2**30)) as run:
         until(lambda: run.log.steps_done > 1, "a step")
         with pytest.raises(ConfigError, match=r"^set_layout: this layout takes .* more of host memory, and "):

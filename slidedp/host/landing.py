@@ -64,6 +64,11 @@ class LandingPlan:
             return self._layers[place + self.ring], step
         return self._layers[place % self.ring], step - 1
 
+    @property
+    def shape(self) -> tuple[int, list[tuple[int, int]]]:
+        """Plans of one shape can take turns on one memory."""
+        return self.nbytes, self.pieces()
+
     def pieces(self) -> list[tuple[int, int]]:
         """Ranges to register with CUDA: whole zones of all lanes, and nothing of the store."""
         ends = [*self._zones[1:], self.lane_stride]
@@ -79,6 +84,7 @@ class Landing:
 
     def __init__(self, plan: LandingPlan, dtype: torch.dtype, handle: Handle | None = None) -> None:
         self.plan = plan
+        """How it is cut. One of the same shape may take its place between two steps."""
         self._segment = Segment.open(handle) if handle else Segment(plan.nbytes, "landing")
         if handle is None:
             self._segment.touch()

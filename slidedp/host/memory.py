@@ -29,11 +29,14 @@ class Segment:
     """Shared memory of `nbytes` bytes. The creator owns it and its one descriptor; others open its
     `handle`, which costs them none."""
 
+    handle: Handle
+    """What others open."""
     _fd: int | None
 
     def __init__(self, nbytes: int, name: str) -> None:
         self.nbytes = nbytes
         self._fd = os.memfd_create(f"slidedp-{name}", os.MFD_CLOEXEC)
+        self.handle = Handle(os.getpid(), self._fd, nbytes)
         try:
             os.ftruncate(self._fd, nbytes)
             self._map = _mapped(f"/proc/self/fd/{self._fd}", nbytes)
@@ -48,17 +51,12 @@ class Segment:
     def open(cls, handle: Handle) -> "Segment":
         """Maps a segment of another process."""
         segment = cls.__new__(cls)
-        segment.nbytes, segment._fd = handle.nbytes, None
+        segment.nbytes, segment._fd, segment.handle = handle.nbytes, None, handle
         path = f"/proc/{handle.pid}/fd/{handle.fd}"
         if os.stat(path).st_size != handle.nbytes:  # torch would make another file as long as it asks
             raise OSError(f"{path} is not the segment that was handed over")
         segment._map = _mapped(path, handle.nbytes)
         return segment
-
-    @property
-    def handle(self) -> Handle:
-        assert self._fd is not None
-        return Handle(os.getpid(), self._fd, self.nbytes)
 
     def array(self, dtype: Any) -> np.ndarray:
         """The whole segment as one numpy array."""

@@ -362,10 +362,14 @@ class OptimizerWorker:
         if isinstance(command, SetLayout):
             self._command = None
             self._before_write_back()
-            dtype = self.config.gradient_dtype
-            plan = LandingPlan(self.state.units, len(self.ranks), command.layout, self.landing.plan.itemsize)
-            self.landing.close()
-            self._use(command.layout, Landing(plan, dtype, command.landing))
+            landing, dtype = self.landing, self.config.gradient_dtype
+            plan = LandingPlan(self.state.units, len(self.ranks), command.layout, dtype.itemsize)
+            if landing.handle == command.landing:
+                landing.plan = plan
+            else:
+                landing.close()
+                landing = Landing(plan, dtype, command.landing)
+            self._use(command.layout, landing)
             self._send_begin(self.number + 1, command)
         else:
             self._send_begin(self.number + 1)
