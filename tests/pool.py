@@ -176,7 +176,7 @@ class Pool:
         self._jobs[-1].send((run_worker, patch, arguments, outputs[-1][1]))
         outcome = Outcome(state.units, config.layout, dtype)
         try:
-            outcome.collect([ours for ours, _ in outputs], layouts or {}, self.ranks, state)
+            outcome.collect([ours for ours, _ in outputs], layouts or {}, self.ranks, state, landing)
         except BaseException:
             self.close()  # its processes wait for each other: the next case gets a new pool
             raise
@@ -234,12 +234,17 @@ class Outcome:
         """Final FP32 buffer of every unit, padding included."""
 
     def collect(
-        self, outputs: list[Connection], layouts: dict[int, Layout], ranks: int, state: HostState
+        self,
+        outputs: list[Connection],
+        layouts: dict[int, Layout],
+        ranks: int,
+        state: HostState,
+        landing: Landing,
     ) -> None:
         """Reads events until every process is done."""
         waiting, asked = sorted(layouts.items()), 0
         self.recorded = [None] * len(outputs)
-        open_outputs, landings = list(outputs), []
+        open_outputs, landings = list(outputs), [landing]
         while open_outputs:
             ready = wait(open_outputs, timeout=DEADLINE)
             assert ready, f"no news for {DEADLINE} s; {len(self.updates)} steps are done"
@@ -268,8 +273,8 @@ class Outcome:
                     landings.append(Landing(plan, self.dtype))
                 outputs[-1].send(SetLayout(layout, landings[-1].handle))
                 asked += 1
-        for landing in landings:
-            landing.close()
+        for later in landings[1:]:
+            later.close()
         self.masters = [torch.from_numpy(state.unit(unit).master.copy()) for unit in self.units]
 
     def losses(self) -> list[float]:
