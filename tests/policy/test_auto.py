@@ -277,12 +277,16 @@ def test_a_timeline_corrects_compute(tuned):
         rows = spans[(spans["phase"] == phase) & spans["unit"].isin(units)]
         assert found == pytest.approx((rows["end"] - rows["start"]).median() / 1e3)
     assert json.dumps(right.to_dict())
-    # The start of a run on GPUs disturbs the rest of its first steps.
-    early = calibrated(wrong, workload, layout, log, step, early=True)
-    assert early.forward == right.forward and early.head == right.head
-    for name in ("up_all", "both", "update", "update_both", "embed_backward"):
-        assert getattr(early, name) == getattr(wrong, name)
-    assert early != right
+    # The start of a run on GPUs disturbs the rest of its first steps: that stays as probed.
+    corrected = []
+    for power in range(6):  # one of these workers is off by a factor that could be believed
+        quick = wrong.faster("update", 10.0**power)
+        late, early = (calibrated(quick, workload, layout, log, step, early=flag) for flag in (False, True))
+        corrected.append(late.update != quick.update)
+        assert early.forward == right.forward
+        for name in ("up_all", "both", "update", "update_both", "embed_backward"):
+            assert getattr(early, name) == getattr(quick, name)
+    assert any(corrected)
 
 
 def test_a_timeline_of_waiting_for_threads_corrects_these(tuned):
