@@ -93,11 +93,24 @@ class Plan:
         if self.host_bytes > self.host_available:
             raise ConfigError(
                 f"not enough host memory: the run needs {size_text(self.host_bytes)} and "
-                f"{size_text(self.host_available)} are free within the limits of this process; use a "
-                "smaller model or batch, layout.activations='recompute', or fewer ranks; close() a run of "
-                "this kernel that is over, or end other programs"
+                f"{size_text(self.host_available)} are free within the limits of this process; "
+                f"{self._less_of_the_host()}; close() a run of this kernel that is over, or end other "
+                "programs"
             )
         self.check_device(self.device_limit)
+
+    def _less_of_the_host(self) -> str:
+        """What to do about too little host memory."""
+        count = len(self.units)
+        if self.config.device == "cuda" and self.config.gradient_accumulation == 1:
+            fields: dict[str, Any] = {"gpu_updates": count, "reduction": "gpu", "activations": "recompute"}
+            least = under(self, dataclasses.replace(self.config.layout, **fields)).host_bytes
+            if least <= self.host_available:  # gradients that the GPUs use do not land
+                return (
+                    f"use layout.gpu_updates={count} with reduction='gpu' and activations='recompute', which "
+                    f"needs {size_text(least)}"
+                )
+        return "use a smaller model or batch, layout.activations='recompute', or fewer ranks"
 
     def check_device(self, limit: int | None) -> None:
         """Refuses what takes more than `limit` bytes of a rank's device; None limits nothing."""

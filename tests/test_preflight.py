@@ -233,6 +233,20 @@ def test_a_plan_for_gpus_counts_processes_and_page_tables(gpus):
     assert large.host_bytes / GIB == pytest.approx(125.5, abs=0.1)
 
 
+def test_gradients_that_do_not_land_are_the_remedy_for_too_little_host_memory(gpus):
+    said = plan(replace(config({"activations": "offload"}, device="cuda", ranks=1), model=qwen3("0.6B")))
+    units = len(said.units)
+    for free, remedy in (
+        (0.97, f"use layout.gpu_updates={units} with"),
+        (0.5, "use a smaller model or batch"),
+    ):
+        there = replace(said, host_available=int(free * said.host_bytes))
+        with pytest.raises(ConfigError, match=rf"^not enough host memory: .*; {remedy}"):
+            there.check()
+    fields = {"gpu_updates": units, "reduction": "gpu", "activations": "recompute"}
+    under(said, replace(said.config.layout, **fields)).check()
+
+
 def test_partial_keeps_all_where_nothing_is_compiled():
     def kept(mode: str, compiled: bool) -> int:
         run = config({"activations": mode}, sequence_length=64, compile=compiled)

@@ -66,6 +66,10 @@ class AutoPolicy:
         spent: float = 0.0,
     ) -> None:
         self.plan = run if isinstance(run, Plan) else plan(run)
+        if (passes := self.plan.config.gradient_accumulation) > 1:
+            raise ConfigError(
+                f"gradient_accumulation={passes}: the policy knows steps of one pass only; give a layout"
+            )
         self.rates, self.trial, self.spent = rates, trial, spent
         self.records: list[Record] = []
         self.candidates = Candidates(self.plan, rates)

@@ -173,12 +173,15 @@ class Candidates:
         smaller: list[dict[str, Any]] = [
             {},
             {"window": 1, "gradient_slots": 1},
-            {"reduction": "gpu", "landing": "ring", "gpu_updates": 0, "resident_updates": 0},
+            {"landing": "ring"},
             {"mlp_tile_tokens": least.mlp_tile_tokens},
             {"vocabulary_pieces": least.vocabulary_pieces},
         ]
-        for activations in ("recompute", "offload"):  # the GPU's memory, then the host's
-            layout = dataclasses.replace(first, activations=activations)
+        # The least of the GPU's memory is with the second, the least of the host's with the third.
+        for activations, count in (("recompute", 0), ("offload", 0), ("recompute", self.workload.layers + 2)):
+            layout = dataclasses.replace(
+                first, reduction="gpu", activations=activations, gpu_updates=count, resident_updates=0
+            )
             for change in smaller:
                 layout = dataclasses.replace(layout, **change)
                 if self.fit(layout):

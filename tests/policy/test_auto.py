@@ -122,6 +122,19 @@ def test_spare_memory_is_spent_only_where_it_gains():
     assert share < 0.5 and whole > 0.7
 
 
+def test_a_host_without_room_for_gradients_updates_on_the_gpus():
+    least = under(WIDE, Layout(activations="recompute", gpu_updates=LAYERS + 2)).host_bytes
+    there = dataclasses.replace(WIDE, host_available=int(1.01 * least))
+    chosen = AutoPolicy(there, H200.rates(workload_of(there))).decide_all()
+    assert under(there, chosen).host_bytes <= there.host_available and chosen.gpu_updates > 0
+
+
+def test_several_passes_are_beyond_it():
+    config = dataclasses.replace(WIDE.config, gradient_accumulation=2, layout=Layout())
+    with pytest.raises(ConfigError, match=r"^gradient_accumulation=2: .* of one pass only; give a layout$"):
+        AutoPolicy(dataclasses.replace(WIDE, config=config), H200.rates(workload_of(WIDE)))
+
+
 def test_clipping_forbids_updates_in_backward():
     policy = AutoPolicy(planned(clip=1.0), H200.rates(workload_of(WIDE)))
     policy.decide_all()
