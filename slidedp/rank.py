@@ -89,6 +89,8 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
         units, dtype = setup.state.units, setup.state.dtype
         rehearse(config.layout, units, functions, batch, device, dtype, evaluates=len(held_out) > 0)
         launcher.send({"kind": "mark", "what": f"rank {rank} compiled", "time": time.time()})
+        gc.collect()
+        gc.freeze()  # the compiler's objects stay
         if device.is_cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

@@ -1,5 +1,6 @@
 """Processes that are forked from one which has imported everything see what their launcher is now."""
 
+import gc
 import os
 import signal
 from multiprocessing.connection import Connection
@@ -13,6 +14,10 @@ def tell(index: int, names: list[str], result: Connection) -> None:
     ignored = [signal.getsignal(s) is signal.SIG_IGN for s in (signal.SIGINT, signal.SIGTERM)]
     launcher = parent_process()
     result.send((index, [os.environ.get(name) for name in names], ignored, os.getppid(), launcher.pid))
+
+
+def count(index: int, result: Connection) -> None:
+    result.send((len(gc.get_objects()), gc.get_freeze_count()))
 
 
 def told(names: list[str], processes: int = 1) -> list[tuple]:
@@ -41,3 +46,12 @@ def test_processes_leave_signals_to_the_launcher():
     answers = told([], processes=3)
     assert [index for index, *_ in answers] == [0, 1, 2]
     assert all(ignored == [True, True] and pid == os.getpid() for *_, ignored, _, pid in answers)
+
+
+def test_a_collection_does_not_look_at_what_was_imported():
+    ours, theirs = import_ahead().Pipe(duplex=False)
+    started = start(count, (theirs,), 1)
+    looked_at, frozen = ours.recv()
+    while not started.join():
+        pass
+    assert frozen > 200_000 and looked_at < frozen / 10
