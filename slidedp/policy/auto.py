@@ -288,13 +288,18 @@ class AutoPolicy:
         return True
 
     def _short_list(self) -> list[Layout]:
-        """The choice so far, then the best predicted layout that differs in each stage's fields."""
-        chosen = self.layout
+        """The choice so far; the same with all state on the GPUs, which asks least of the host, where a model
+        errs most; then the best predicted layout that differs in each stage's fields."""
+        chosen, units = self.layout, self.workload.layers + 2
+        there = chosen
+        if chosen.reduction == "gpu" and self.rates.gpu_update:
+            there = dataclasses.replace(chosen, gpu_updates=units, resident_updates=units)
+            self.candidates.of(there)  # from now on it is known
         slowest = NEAR * self.candidates.of(chosen).predicted_seconds
         known = self.candidates.known.items()
         near = (layout for layout, c in known if c.fits and c.predicted_seconds <= slowest)
         ranked = sorted(filter(self._pinned, near), key=self.candidates.rank)
-        short = [chosen]
+        short = [chosen, there] if there != chosen and there in ranked else [chosen]
         for fields in FIELDS.values():
             differs = [
                 layout

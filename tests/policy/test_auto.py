@@ -135,6 +135,22 @@ def test_several_passes_are_beyond_it():
         AutoPolicy(dataclasses.replace(WIDE, config=config), H200.rates(workload_of(WIDE)))
 
 
+def test_what_asks_least_of_the_host_is_tried():
+    """Though it is predicted a little slower, where it fits."""
+    for device, fits in ((16, False), (40, True)):
+        there, tried = planned(16, device=device), []
+
+        def trial(layout: Layout, tried: list[Layout] = tried) -> Trial:
+            tried.append(layout)
+            return Trial(1.0 if layout.resident_updates == LAYERS + 2 else 1.1, 6, 7.0)
+
+        policy = AutoPolicy(there, H200.rates(workload_of(there)), trial)
+        chosen = policy.decide_all()
+        assert tried[0].resident_updates < LAYERS + 2
+        assert (chosen.resident_updates == LAYERS + 2) == fits
+        assert fits == (dataclasses.replace(tried[0], gpu_updates=7, resident_updates=7) in tried)
+
+
 def test_clipping_forbids_updates_in_backward():
     policy = AutoPolicy(planned(clip=1.0), H200.rates(workload_of(WIDE)))
     policy.decide_all()
