@@ -352,16 +352,27 @@ class Run:
             raise ConfigError(f"set_layout: {layout!r}: expected a slidedp.Layout")
         candidate = with_layout(self.plan, layout)
         candidate.check_layout()
+        lands = self._landing_plan(layout)
+        landing = next((there for there in self._landings[-1:] if there.plan.shape == lands.shape), None)
+        self._check_memory(candidate, lands_alike=landing is not None)
+        if landing is None:
+            landing = Landing(lands, self.config.gradient_dtype)  # or it is refused: then all is as it was
+            self._landings.append(landing)
+        self.plan, self.layout = candidate, layout
+        self._most_on_device = max(self._most_on_device, sum(candidate.device.values()))
+        self.log.add({"kind": "plan", "memory": candidate.memory()})
+        self._command(SetLayout(layout, landing.handle))
+
+    def _check_memory(self, candidate: Plan, lands_alike: bool) -> None:
+        """Refuses a plan that the memory which is free now has no room for, beside what the run holds."""
         limit, free = self._device_limit, candidate.device_available
         if limit is not None and free is not None:  # another program may have taken some since the launch
             limit = min(limit, self._most_on_device + free)
         candidate.check_device(limit)
-        plan, last = self._landing_plan(layout), next(reversed(self._landings), None)
-        stays = last is not None and plan.shape == last.plan.shape
         # A new landing is there before the old one goes; everything else takes the place of the old.
         before, after = (there.host.get("gradient landing", 0) for there in (self.plan, candidate))
         growth = (candidate.host_bytes - after) - (self.plan.host_bytes - before)
-        more = max(0, growth) + (0 if stays else after)
+        more = max(0, growth) + (0 if lands_alike else after)
         # The system's free bytes do without what the run holds; a budget is for all of it.
         held = 0 if self.config.host_memory_budget is None else self.plan.host_bytes
         if held + more > candidate.host_available:
@@ -370,13 +381,6 @@ class Run:
                 f"{size_text(max(0, candidate.host_available - held))} are free; offload or spill fewer "
                 "layers, or choose landing='ring'"
             )
-        if last is None or not stays:
-            last = Landing(plan, self.config.gradient_dtype)  # or it is refused: then all is as it was
-            self._landings.append(last)
-        self.plan, self.layout = candidate, layout
-        self._most_on_device = max(self._most_on_device, sum(candidate.device.values()))
-        self.log.add({"kind": "plan", "memory": candidate.memory()})
-        self._command(SetLayout(layout, last.handle))
 
     def tune(self, rates: Rates, planned: Plan | None = None, spent: float = 0.0) -> None:
         """Starts to look for the best layout on the steps to come, in the background. When steps drift later

@@ -183,7 +183,9 @@ def main() -> None:
                     write(asked.json, [*kept, found])
             kept.append(found)
             print(
-                {name: round(value, 4) for name, value in accuracy([*predictions(found)]).items()}, flush=True
+                {name: round(value, 4) for name, value in accuracy([*predictions(found)]).items()},
+                f"tuning cost {found.tuning_seconds:.1f} s",
+                flush=True,
             )
 
 

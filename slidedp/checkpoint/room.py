@@ -33,14 +33,18 @@ class Room:
         self._start = self._used = -self._memory.data_ptr() % HUGE
         self._end = self._start + nbytes
         self._closed = False
-        self._thread = threading.Thread(target=self._populate, name="slidedp-room", daemon=True)
-        self._thread.start()
-        if nbytes <= PIECE:
-            self._thread.join()
+        self._thread = threading.Thread(target=self._populate_meanwhile, name="slidedp-room", daemon=True)
+        if nbytes > PIECE:
+            self._thread.start()
+        else:
+            self._populate()
+
+    def _populate_meanwhile(self) -> None:
+        yield_cores()
+        self._populate()
 
     def _populate(self) -> None:
-        yield_cores()
-        madvise = ctypes.CDLL(None, use_errno=True).madvise
+        madvise = ctypes.CDLL(None).madvise
         for start in range(self._start, self._end, PIECE):
             place = ctypes.c_void_p(self._memory.data_ptr() + start)
             length = ctypes.c_size_t(min(PIECE, self._end - start))
@@ -65,6 +69,7 @@ class Room:
     def close(self) -> None:
         """Gives the memory back, once nothing that was taken is held any more."""
         self._closed = True
-        self._thread.join()
+        if self._thread.is_alive():
+            self._thread.join()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._end = 0

@@ -238,7 +238,7 @@ class Checkpointer:
         self._disabled = True
 
     def request(self, number: int) -> None:
-        """Saves at the next boundary; the event will hold `number`."""
+        """Saves as soon as one can begin; the event will hold `number`."""
         self._requests.append(number)
 
     def begins(self, step: int) -> bool:
