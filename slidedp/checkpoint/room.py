@@ -10,14 +10,13 @@ import threading
 
 import torch
 
+from slidedp.host.kernels import LINE
 from slidedp.host.process import yield_cores
 from slidedp.model.units import aligned
 
 PIECE = 2**28
 """Bytes that are populated at once. What is smaller needs no thread."""
 HUGE = 2**21
-ALIGNMENT = 64
-"""Bytes."""
 MADV_HUGEPAGE, MADV_POPULATE_WRITE = 14, 23
 
 
@@ -59,8 +58,8 @@ class Room:
         return not self._thread.is_alive()
 
     def take(self, nbytes: int) -> torch.Tensor | None:
-        """[nbytes] uint8, starting on a multiple of ALIGNMENT; None where less is left."""
-        start = aligned(self._used, ALIGNMENT)
+        """[nbytes] uint8, starting on a cache line; None where less is left."""
+        start = aligned(self._used, LINE)
         if start + nbytes > self._end:
             return None
         self._used = start + nbytes

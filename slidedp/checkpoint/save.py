@@ -1,6 +1,7 @@
 """Saves: `Snapshot` writes a checkpoint while training goes on, `Checkpointer` decides when.
 
 An update of a unit that is not written yet copies it first, where there is memory for that, and else waits.
+With memory for all copies, they are made while there is nothing to update.
 """
 
 import json
@@ -9,6 +10,7 @@ import shutil
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -26,10 +28,11 @@ from slidedp.checkpoint.folder import (
     publish,
     remove_partial,
 )
-from slidedp.checkpoint.room import ALIGNMENT, Room
+from slidedp.checkpoint.room import Room
 from slidedp.checkpoint.shards import THREADS, shard_name, write_shard
 from slidedp.checkpoint.source import Source
 from slidedp.config import Checkpoint
+from slidedp.host.kernels import LINE
 from slidedp.host.memory import available_bytes
 from slidedp.host.process import yield_cores
 from slidedp.host.state import HostState
@@ -82,6 +85,7 @@ class Snapshot:
         # Written from the end. Of what will be copied, the last to change first; else the first.
         copied = sum(source.nbytes for source in self._sources.values()) <= self._room.nbytes
         self._remaining = list(order) if copied else list(order)[::-1]
+        self._ahead = deque(order if copied else ())
         self._unchanged = {unit.index for unit in order}
         """Units that may not change yet."""
         self._files: dict[str, dict[str, int]] = {}
@@ -97,15 +101,8 @@ class Snapshot:
     def wait(self, unit: Unit) -> None:
         """Returns once the unit may change: it is written or copied, or the checkpoint has failed."""
         begun = time.monotonic()
-        with self._changed:
-            if unit.index not in self._unchanged:
-                return
-        copied = self._sources[unit.index].copy(self._room)
-        with self._changed:
-            if copied:
-                self._copied.add(unit.index)
-                self._unchanged.discard(unit.index)
-            else:
+        if not self._copy(unit):
+            with self._changed:
                 self.waiting = unit
                 if unit in self._remaining:  # nothing is more urgent
                     self._remaining.remove(unit)
@@ -113,6 +110,27 @@ class Snapshot:
                 self._changed.wait_for(lambda: unit.index not in self._unchanged)
                 self.waiting = None
         self._waited += time.monotonic() - begun
+
+    @property
+    def ahead(self) -> bool:
+        """Whether units are left to copy before they have to change."""
+        return bool(self._ahead)
+
+    def copy_ahead(self) -> None:
+        """Copies the next unit that will change, if it is not written yet."""
+        self._copy(self._ahead.popleft())
+
+    def _copy(self, unit: Unit) -> bool:
+        """Whether the unit may change: it is not needed any more, or there is memory for a copy of it."""
+        with self._changed:
+            if unit.index not in self._unchanged:
+                return True
+        if not self._sources[unit.index].copy(self._room):
+            return False
+        with self._changed:
+            self._copied.add(unit.index)
+            self._unchanged.discard(unit.index)
+        return True
 
     @property
     def running(self) -> bool:
@@ -258,7 +276,7 @@ class Checkpointer:
 
     def _room_bytes(self) -> int:
         """All of the state, if a part of what is free stays free for whoever else wants some."""
-        state = sum(aligned(Source(self._state, unit).nbytes, ALIGNMENT) for unit in self._state.units)
+        state = sum(aligned(Source(self._state, unit).nbytes, LINE) for unit in self._state.units)
         return min(state, self._saving.spare_bytes, available_bytes() * 3 // 4)
 
     def boundary(self, progress: Progress, order: Sequence[Unit]) -> None:
@@ -266,6 +284,16 @@ class Checkpointer:
         next updates."""
         if self.begins(progress.step):
             self._begin(progress, order)
+
+    @property
+    def ahead(self) -> bool:
+        """Whether `copy_ahead` has something to do."""
+        return self.snapshot is not None and self.snapshot.ahead
+
+    def copy_ahead(self) -> None:
+        """For when there is nothing to update: one copy that an update would have to wait for."""
+        assert self.snapshot is not None
+        self.snapshot.copy_ahead()
 
     def before_update(self, unit: Unit) -> None:
         """Returns once the unit may change."""

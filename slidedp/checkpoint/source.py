@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import torch
 
 from slidedp.checkpoint.room import Room
+from slidedp.host import kernels
 from slidedp.host.state import HostState
 from slidedp.model.units import Unit
 
@@ -30,16 +31,14 @@ class Source:
             yield self._arrays[kind][start:stop].data.cast("B")
 
     def copy(self, room: Room) -> bool:
-        """From then on only a copy is read, and the unit may change. All threads make it. False where `room`
-        has no memory left for it."""
+        """From then on only a copy is read, and the unit may change. False where no memory is left."""
         memory = room.take(self.nbytes)
         if memory is None:
             return False
         copies, start = {}, 0
         for kind, array in self._arrays.items():
-            part = memory[start : start + array.nbytes].view(torch.float32)
-            part.copy_(torch.from_numpy(array))  # numpy copies with one thread
-            copies[kind] = part.numpy()
+            copies[kind] = memory[start : start + array.nbytes].view(torch.float32).numpy()
+            kernels.copy(array, copies[kind])
             start += array.nbytes
         with self._lock:
             if self._arrays:  # else it is written by now

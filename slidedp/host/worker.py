@@ -450,6 +450,31 @@ class OptimizerWorker:
             connection.send(message)
 
 
+def serve(worker: OptimizerWorker, ranks: list[Connection], launcher: Connection) -> None:
+    """Takes what comes in and updates what waits, until all ranks have finished and nothing is left."""
+    sources = [*ranks, launcher]
+    while worker.finished < len(ranks) or worker.waiting:
+        # All news first: what has just landed may be needed before what waits already.
+        busy = worker.waiting or worker.checkpoints.ahead
+        ready = wait(sources, timeout=0 if busy else None)
+        for source in ready:
+            assert isinstance(source, Connection)
+            try:
+                message = source.recv()
+            except (EOFError, ConnectionResetError):
+                # The launcher sees every death, tells the user about it and ends the others.
+                sources.remove(source)
+                continue
+            if source is launcher:
+                worker.command(message)
+            else:
+                worker.handle(message)
+        if worker.waiting and not ready:
+            worker.update_one()
+        elif not ready:
+            worker.checkpoints.copy_ahead()
+
+
 def run_worker(
     config: Config,
     state: StateHandle,
@@ -471,24 +496,7 @@ def run_worker(
     landed = Landing(plan, dtype, landing)
     worker = OptimizerWorker(config, host, config.layout, landed, ranks, report, saving)
     launcher.send({"kind": "ready"})
-    sources = [*ranks, launcher]
-    while worker.finished < len(ranks) or worker.waiting:
-        # All news first: what has just landed may be needed before what waits already.
-        ready = wait(sources, timeout=0 if worker.waiting else None)
-        for source in ready:
-            assert isinstance(source, Connection)
-            try:
-                message = source.recv()
-            except (EOFError, ConnectionResetError):
-                # The launcher sees every death, tells the user about it and ends the others.
-                sources.remove(source)
-                continue
-            if source is launcher:
-                worker.command(message)
-            else:
-                worker.handle(message)
-        if worker.waiting and not ready:
-            worker.update_one()
+    serve(worker, ranks, launcher)
     worker.checkpoints.finish(worker.progress, stopped=worker.step < config.steps)
 
 

@@ -3,6 +3,7 @@
 import itertools
 import threading
 from dataclasses import replace
+from multiprocessing import Pipe
 
 import pytest
 
@@ -11,7 +12,9 @@ from slidedp.checkpoint import save as saving_module
 from slidedp.checkpoint.folder import Progress, checkpoints
 from slidedp.checkpoint.room import Room
 from slidedp.checkpoint.save import AHEAD, Checkpointer
-from slidedp.host.messages import Begin, Coefficients, SetLayout, Stop, Written
+from slidedp.checkpoint.source import Source
+from slidedp.host.messages import Begin, Coefficients, Finished, SetLayout, Stop, Written
+from slidedp.host.worker import serve
 from tests.checkpoint.contents import loaded
 from tests.host.bench import Bench
 from tests.killing import saving
@@ -65,6 +68,45 @@ def test_an_update_waits_for_the_shard_of_its_unit_or_copies_it(
     slow = 12 * sum(unit.numel for unit in made.units if unit.index in (1, 2))
     assert event["copied_bytes"] >= slow if spare_bytes else event["copied_bytes"] == 0
     assert loaded(tmp_path / "step-00000001", made.units) == (Progress(1, 1), version_1)
+    made.close()
+
+
+def test_with_nothing_to_update_the_worker_copies_what_will_change(tmp_path, monkeypatch):
+    """No shard is written before the run is over; the worker copies all units in the order of their updates,
+    and none twice."""
+    open_, copied = threading.Event(), []
+    copy, write = Source.copy, saving_module.write_shard
+
+    def noted(source, room):
+        copied.append(source)
+        return copy(source, room)
+
+    def late(*arguments):
+        assert open_.wait(DEADLINE)
+        return write(*arguments)
+
+    monkeypatch.setattr(Source, "copy", noted)
+    monkeypatch.setattr(saving_module, "write_shard", late)
+    made = Bench(Layout(schedule="in_backward"), saving=saving(tmp_path, 10**9))
+    before = made.snapshot()
+    checkpoints = made.worker.checkpoints
+    checkpoints.request(5)
+    checkpoints.boundary(made.worker.progress, made.units)
+    ours, theirs = zip(*(Pipe() for _ in made.ranks), strict=True)
+    thread = threading.Thread(target=serve, args=(made.worker, list(theirs), Pipe()[0]), daemon=True)
+    thread.start()
+    until(lambda: not checkpoints.ahead, "all units are copied")
+    for connection in ours:
+        connection.send(Finished())
+    thread.join(DEADLINE)
+    snapshot = checkpoints.snapshot
+    assert copied == list(snapshot._sources.values())
+    made.start(0)
+    made.land_all(0, made.gradients())  # waits for nothing
+    assert len(copied) == len(made.units) and made.snapshot() != before
+    open_.set()
+    snapshot.join()
+    assert loaded(tmp_path / "step-00000000", made.units) == (Progress(0, 0), before)
     made.close()
 
 

@@ -3,7 +3,8 @@
 import torch
 
 from slidedp.checkpoint import room as room_module
-from slidedp.checkpoint.room import ALIGNMENT, Room
+from slidedp.checkpoint.room import Room
+from slidedp.host.kernels import LINE
 from slidedp.host.memory import anonymous_bytes
 from tests.launching import until
 
@@ -30,7 +31,7 @@ def test_pieces_do_not_overlap_and_end_with_the_room():
         part = room.take(nbytes)
         taken.append(part)
         if part is not None:
-            assert part.dtype == torch.uint8 and len(part) == nbytes and part.data_ptr() % ALIGNMENT == 0
+            assert part.dtype == torch.uint8 and len(part) == nbytes and part.data_ptr() % LINE == 0
             part.fill_(len(taken))
     assert [part is None for part in taken] == [False, False, False, False, True]
     assert [set(part.tolist()) for part in taken[:4]] == [{1}, {2}, {3}, {4}]

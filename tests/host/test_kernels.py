@@ -1,6 +1,7 @@
 """Properties of the host kernels that training relies on."""
 
 import itertools
+import platform
 
 import numba
 import numpy as np
@@ -183,6 +184,30 @@ def test_fill_writes_numbers_not_bits():
         out = np.zeros(4099, dtype)
         kernels.fill(out, 1.5)
         assert (as_torch(out) == 1.5).all()
+
+
+def on_a_line(n, beside=0):
+    """FP32 zeros that start `beside` elements behind the start of a cache line."""
+    raw = np.zeros(4 * n + 2 * kernels.LINE, np.uint8)
+    start = -raw.ctypes.data % kernels.LINE + 4 * beside
+    return raw[start : start + 4 * n].view(np.float32)
+
+
+def test_copy_copies_all_and_nothing_else():
+    for source in (normal(N), on_a_line(N, beside=1)):
+        source[:] = normal(N, seed=3)
+        whole = on_a_line(N + 64)
+        kernels.copy(source, whole[:N])
+        assert same_bits(whole[:N], source) and not whole[N:].any()
+    with pytest.raises(ValueError, match="multiple of 64 bytes"):
+        kernels.copy(normal(N), on_a_line(N, beside=1))
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names an instruction of x86-64")
+def test_copy_stores_past_the_caches():
+    compiled = numba.njit(parallel=True)(kernels._copy.py_func)  # what a disk has cached is not shown
+    compiled(normal(N), on_a_line(N))
+    assert any("movntps" in code for code in compiled.inspect_asm().values())
 
 
 def test_wrong_shapes_are_rejected_before_memory_is_touched():
