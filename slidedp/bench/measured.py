@@ -35,7 +35,7 @@ class Measured(NamedTuple):
     probed: dict[str, Any]
     """Rates.to_dict of a probe."""
     corrected: dict[str, Any] | None
-    """The same after the run's first timeline; None where that was not kept."""
+    """The same after the run's first timeline; None where that corrected nothing."""
     rows: list[dict[str, Any]]
     """Each a `layout`, as a dict of its fields, a `note` and `measured_seconds`."""
     tuning_seconds: float | None = None

@@ -2,7 +2,7 @@
 
 Predicted against measured step times: per batch, one run on random weights tunes itself, as under
 `layout="auto"`, and then goes through a list of layouts and the one that it has chosen. The model
-predicts each of them from a probe of the machine, and again from the probe corrected by the run's first
+predicts each of them from a probe of the machine, on CPUs again from the probe corrected by the run's first
 timeline. The file keeps what was measured: `slidedp.bench.measured` predicts it again.
 """
 
@@ -128,7 +128,7 @@ def measure(
                 date.today().isoformat(),
                 dataclasses.asdict(workload),
                 rates.to_dict(),
-                policy.candidates.rates.to_dict(),
+                None if policy.rates == rates else policy.rates.to_dict(),
                 [],
                 tuning_seconds=policy.records[-1].cost_seconds,
             )
@@ -143,7 +143,9 @@ def measure(
                 begin = started + WARM_UP
                 wait_for_step(run, begin + MEASURED)
                 steps = run.metrics()["step_seconds"].loc[begin : begin + MEASURED - 1]
-                note = CHOICE if layout == chosen else describe(layout, Layout())
+                default = Layout()
+                note = "all defaults" if layout == default else describe(layout, default)
+                note = CHOICE if layout == chosen else note
                 row = {"layout": dataclasses.asdict(layout), "note": note}
                 found.rows.append(row | {"measured_seconds": float(statistics.median(steps))})
                 yield found

@@ -32,7 +32,7 @@ from slidedp.checkpoint.room import Room
 from slidedp.checkpoint.shards import THREADS, shard_name, write_shard
 from slidedp.checkpoint.source import Source
 from slidedp.config import Checkpoint
-from slidedp.host.kernels import LINE
+from slidedp.host import kernels
 from slidedp.host.memory import available_bytes
 from slidedp.host.process import yield_cores
 from slidedp.host.state import HostState
@@ -250,6 +250,7 @@ class Checkpointer:
         self._room: Room | None = None
         self._due = self._disabled = False
         self._clock = time.monotonic()
+        kernels.compile_copy()
 
     def disable(self) -> None:
         """Saves nothing any more: the state is spoiled, and may not take the place of a good one."""
@@ -276,7 +277,7 @@ class Checkpointer:
 
     def _room_bytes(self) -> int:
         """All of the state, if a part of what is free stays free for whoever else wants some."""
-        state = sum(aligned(Source(self._state, unit).nbytes, LINE) for unit in self._state.units)
+        state = sum(aligned(Source(self._state, unit).nbytes, kernels.LINE) for unit in self._state.units)
         return min(state, self._saving.spare_bytes, available_bytes() * 3 // 4)
 
     def boundary(self, progress: Progress, order: Sequence[Unit]) -> None:

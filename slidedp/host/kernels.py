@@ -323,6 +323,12 @@ def _copy(src, dst):
         _fence()  # type: ignore[call-arg]
 
 
+def compile_copy() -> None:
+    """Compile ``copy`` now, and not in its first call, for which an update may wait."""
+    fp32 = types.Array(types.float32, 1, "C")
+    _copy.compile((fp32, fp32))
+
+
 def copy(src: np.ndarray, dst: np.ndarray) -> None:
     """Copy FP32 ``src[n]`` to ``dst[n]``, which starts on a cache line.
 

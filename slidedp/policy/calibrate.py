@@ -22,24 +22,18 @@ ROUNDS = 6
 """Corrections at most."""
 
 
-def calibrated(
-    rates: Rates, workload: Workload, layout: Layout, log: RunLog, step: int, early: bool = False
-) -> Rates:
+def calibrated(rates: Rates, workload: Workload, layout: Layout, log: RunLog, step: int) -> Rates:
     """`rates`, corrected by the timeline of `step`, which ran under `layout`.
 
     Compute is taken as measured, and modes that the step did not use change in proportion; where the model
     says that the GPU waits for the threads that enqueue, these are corrected instead. Links,
-    collectives and the worker are scaled until the model's spans are as long as the measured ones; on GPUs
-    not by an `early` step of a run, whose start still takes a part of the host. (Qwen3-0.6B on an H200: a
-    worker 20% slower than probed and than later.) Without a timeline of that step the rates come back as
-    they are.
+    collectives and the worker are scaled until the model's spans are as long as the measured ones. Without
+    a timeline of that step the rates come back as they are.
     """
     measured = log.timeline(step)
     if measured.empty:
         return rates
     rates = _with_compute(rates, workload, layout, measured, log, step)
-    if early and not rates.synchronous:
-        return rates
     there = {workload.unit_name(unit) for unit in layout.updated_on_gpu(workload.layers)}
     # Rates of what runs at the same time depend on each other, so one correction shifts the next.
     for _ in range(ROUNDS):

@@ -203,6 +203,13 @@ def test_copy_copies_all_and_nothing_else():
         kernels.copy(normal(N), on_a_line(N, beside=1))
 
 
+def test_copy_is_compiled_before_its_first_call():
+    kernels.compile_copy()
+    before = list(kernels._copy.signatures)
+    kernels.copy(normal(N), on_a_line(N))
+    assert kernels._copy.signatures == before
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names an instruction of x86-64")
 def test_copy_stores_past_the_caches():
     compiled = numba.njit(parallel=True)(kernels._copy.py_func)  # what a disk has cached is not shown

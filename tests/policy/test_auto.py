@@ -308,20 +308,6 @@ def test_a_timeline_corrects_compute(tuned):
     assert json.dumps(right.to_dict())
 
 
-def test_an_early_timeline_of_gpus_corrects_compute_alone(tuned, monkeypatch):
-    """The start of a run disturbs the rest of its first steps; here all of it takes twice as long."""
-    monkeypatch.setattr("slidedp.policy.calibrate._ratio", lambda *_: 2.0)
-    log, _ = tuned
-    step = log.sampled_steps()[-1]
-    workload, layout = dataclasses.replace(workload_of(WIDE), layers=5), _layout_of(log, step)
-    wrong = H200.rates(workload)
-    late, early = (calibrated(wrong, workload, layout, log, step, early=flag) for flag in (False, True))
-    assert early.forward == late.forward != wrong.forward and early.head == late.head
-    for name in ("up_all", "both", "update", "update_both"):
-        assert getattr(early, name) == getattr(wrong, name) > getattr(late, name)
-    assert early.embed_backward == wrong.embed_backward
-
-
 def test_a_timeline_of_waiting_for_threads_corrects_these(tuned):
     log, _ = tuned
     step = log.sampled_steps()[-1]
