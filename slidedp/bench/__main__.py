@@ -20,8 +20,8 @@ import torch
 
 from slidedp.bench.fsdp2 import Case, run_fsdp2
 from slidedp.bench.presets import PRESETS, Preset
-from slidedp.bench.shapes import QWEN3, qwen3
-from slidedp.bench.slide import random_samples, run_layouts
+from slidedp.bench.shapes import SIZES, shape, title
+from slidedp.bench.slide import random_samples, run_chosen, run_layouts
 from slidedp.bench.table import row
 from slidedp.bench.zero import run_zero2
 from slidedp.layout import Layout
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wanted = PRESETS[asked.preset] if asked.preset else _preset(asked)
     found: list[dict[str, Any]] = []
     for measured in _measure(wanted, asked):
-        print(row(wanted.size, wanted.ranks, measured), flush=True)
+        print(row(title(wanted.size, asked.layers), wanted.ranks, measured), flush=True)
         found.append(measured)
         if asked.json:
             machine = {
@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "command": _command(sys.argv[1:] if arguments is None else arguments),
             }
             head = {"size": wanted.size, "ranks": wanted.ranks, "length": asked.length, **machine}
+            head |= {"layers": asked.layers} if asked.layers else {}
             asked.json.write_text(json.dumps(head | {"measured": found}, indent=1))
     return 0
 
@@ -57,17 +58,18 @@ def _command(arguments: Sequence[str]) -> str:
 
 
 def _measure(wanted: Preset, asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    config, ranks = qwen3(wanted.size), wanted.ranks
+    config, ranks = shape(wanted.size, asked.layers), wanted.ranks
+    settings = {
+        "length": asked.length,
+        "steps": asked.steps,
+        "ranks": ranks,
+        "host_memory_budget": asked.host_gib,
+        "gpu_memory_budget": asked.gpu_gib,
+    }
+    if asked.auto:
+        yield run_chosen(config, asked.batch, **settings)
     for batch, layouts in wanted.slidedp.items():
-        yield from run_layouts(
-            config,
-            batch,
-            layouts,
-            length=asked.length,
-            steps=asked.steps,
-            ranks=ranks,
-            host_gib=asked.host_gib,
-        )
+        yield from run_layouts(config, batch, layouts, **settings)
     largest = max([case.batch for case in wanted.fsdp2] + wanted.zero2, default=0)
     if not largest:
         return
@@ -79,8 +81,9 @@ def _measure(wanted: Preset, asked: argparse.Namespace) -> Iterator[dict[str, An
 
 
 def _preset(asked: argparse.Namespace) -> Preset:
-    layouts = [Layout(**fields) for fields in asked.layout or [{}]]
-    return Preset(asked.size, asked.ranks, {asked.batch: layouts}, asked.fsdp2, asked.zero2)
+    given = asked.layout or ([] if asked.auto else [{}])
+    layouts = {asked.batch: [Layout(**fields) for fields in given]} if given else {}
+    return Preset(asked.size, asked.ranks, layouts, asked.fsdp2, asked.zero2)
 
 
 def _case(text: str) -> Case:
@@ -91,7 +94,10 @@ def _case(text: str) -> Case:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slidedp bench", description="Measure SlideDP and its peers.")
     parser.add_argument("--preset", choices=PRESETS, help="a comparison of README")
-    parser.add_argument("--size", choices=QWEN3, default="8B", help="Qwen3 shape (8B)")
+    parser.add_argument(
+        "--size", choices=SIZES, default="8B", metavar="SIZE", help=f"Qwen3 or OLMoE: {', '.join(SIZES)} (8B)"
+    )
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs (1)")
     parser.add_argument("--batch", type=int, default=16, help="sequences per rank (16)")
     parser.add_argument("--length", type=int, default=1024, help="tokens per sequence (1024)")
@@ -99,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--layout", action="append", type=json.loads, help="JSON of Layout fields; repeat to compare"
     )
+    parser.add_argument("--auto", action="store_true", help="also the layout that the run chooses for itself")
     parser.add_argument(
         "--fsdp2",
         action="append",
@@ -111,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         "--zero2", action="append", default=[], type=int, metavar="BATCH", help="also ZeRO-2-Offload"
     )
     parser.add_argument("--host-gib", type=float, help="host memory budget in GiB (what is free)")
+    parser.add_argument("--gpu-gib", type=float, help="memory budget of each GPU in GiB (all)")
     parser.add_argument("--json", type=Path, help="write the measurements to this file")
     return parser
 

@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
@@ -21,16 +20,11 @@ from transformers import PretrainedConfig
 
 from slidedp.bench.measured import CHOICE, Measured, accuracy, predictions, write
 from slidedp.bench.shapes import QWEN3, qwen3
-from slidedp.bench.slide import WARM_UP, random_samples, wait_for_step
-from slidedp.config import Config, Data, Optimizer
+from slidedp.bench.slide import WARM_UP, bench_config, launch_tuned, wait_for_step
 from slidedp.layout import Layout
 from slidedp.policy.candidates import fits
-from slidedp.policy.probe import probe
-from slidedp.policy.tune import Tuner
 from slidedp.policy.words import describe
-from slidedp.policy.workload import workload_of
-from slidedp.preflight import plan, under
-from slidedp.session import launch
+from slidedp.preflight import under
 
 MEASURED = 6
 """Steps whose median counts, after WARM_UP steps under the layout."""
@@ -98,28 +92,13 @@ def measure(
     `name` is the model's, `batch` in sequences per rank; `settings` are further fields of the config.
     """
     with tempfile.TemporaryDirectory() as folder:
-        config = Config(
-            model=model,
-            data=Data(path=folder),
-            sequence_length=length,
-            batch_size=batch * int(ranks or 1),
-            steps=1_000_000,
-            ranks=ranks,
-            layout=Layout(schedule="in_backward"),
-            optimizer=Optimizer(lr=1e-5, clip_norm=None),
-            run_folder=str(Path(folder, "run")),
-            **settings,
-        )
-        planned, begun = plan(config), time.monotonic()
-        workload, rates = workload_of(planned), probe(planned)
-        probed = time.monotonic() - begun
-        random_samples(Path(folder), config.batch_size, length, model.vocab_size)
-        with launch(config) as run:
-            policy = Tuner(run, planned, rates, probed).tune()
-            chosen = policy.layout
-            layouts = layouts or sweep(workload.layers, workload.ranks, bool(planned.config.compile))
+        config = bench_config(model, Path(folder), batch, length=length, ranks=int(ranks or 1), **settings)
+        with launch_tuned(config) as (run, tuner):
+            policy, chosen = tuner.policy, run.layout
+            workload, compiled = policy.workload, bool(run.config.compile)
+            layouts = layouts or sweep(workload.layers, workload.ranks, compiled)
             layouts = [chosen, *(other for other in layouts if other != chosen)]
-            layouts = [layout for layout in layouts if fits(under(planned, layout))]
+            layouts = [layout for layout in layouts if fits(under(policy.plan, layout))]
             found = Measured(
                 name,
                 batch,
@@ -127,8 +106,8 @@ def measure(
                 torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
                 date.today().isoformat(),
                 dataclasses.asdict(workload),
-                rates.to_dict(),
-                None if policy.rates == rates else policy.rates.to_dict(),
+                tuner.rates.to_dict(),
+                None if policy.rates == tuner.rates else policy.rates.to_dict(),
                 [],
                 tuning_seconds=policy.records[-1].cost_seconds,
             )
@@ -160,6 +139,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=1024, help="tokens per sequence (1024)")
     parser.add_argument("--ranks", type=int, default=1, help="GPUs (1)")
     parser.add_argument("--host-gib", type=float, help="host memory budget in GiB (what is free)")
+    parser.add_argument("--gpu-gib", type=float, help="memory budget of each GPU in GiB (all)")
     parser.add_argument("--json", type=Path, help="also write what is measured to this file")
     asked = parser.parse_args()
     kept: list[Measured] = []
@@ -172,6 +152,7 @@ def main() -> None:
                 length=asked.length,
                 ranks=asked.ranks,
                 host_memory_budget=asked.host_gib,
+                gpu_memory_budget=asked.gpu_gib,
             )
             for found in run:
                 *_, row = predictions(found)

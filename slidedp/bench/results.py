@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from slidedp.bench.shapes import title
 from slidedp.bench.table import describe
 from slidedp.errors import ConfigError
 
@@ -28,7 +29,7 @@ def load_results(folder: str | Path) -> pd.DataFrame:
             head = {name: content[name] for name in ("ranks", "length", "gpu", "torch", "date")}
             for measured in content["measured"]:
                 found = {name: measured.get(name) for name in COLUMNS if name in measured}
-                name = f"Qwen3-{content['size']}"
+                name = title(content["size"], content.get("layers"))
                 rows.append({"model": name, "how": describe(measured), "file": path.name, **head, **found})
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"{path}: not what `slidedp bench --json` writes: {error!r}") from error

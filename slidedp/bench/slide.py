@@ -1,10 +1,11 @@
-"""One measured case of SlideDP."""
+"""Measured runs of SlideDP: under given layouts, and under the one that the policy chooses."""
 
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,7 +18,10 @@ from slidedp.config import Config, Data, Optimizer
 from slidedp.data.samples import write_samples
 from slidedp.host.memory import anonymous_bytes
 from slidedp.layout import Layout
-from slidedp.preflight import GIB, PROCESSES, with_layout
+from slidedp.policy.auto import AutoPolicy
+from slidedp.policy.probe import probe
+from slidedp.policy.tune import Tuner
+from slidedp.preflight import GIB, PROCESSES, plan, with_layout
 from slidedp.session import Run, launch
 
 FOREVER = 1_000_000
@@ -30,6 +34,25 @@ def random_samples(folder: Path, count: int, length: int, vocabulary: int) -> No
     write_samples(folder, stream[:, :-1], stream[:, 1:])
 
 
+def bench_config(
+    model: PretrainedConfig, folder: Path, batch: int, *, length: int, ranks: int, **settings: Any
+) -> Config:
+    """A run of `batch` sequences per rank that repeats one global batch of random tokens, which this writes
+    to `folder`, until it is stopped; `settings` are further fields of the config."""
+    random_samples(folder, batch * ranks, length, model.vocab_size)
+    return Config(
+        model=model,
+        data=Data(path=str(folder)),
+        sequence_length=length,
+        batch_size=batch * ranks,
+        steps=FOREVER,
+        ranks=ranks,
+        optimizer=Optimizer(lr=1e-5, clip_norm=None),
+        run_folder=str(folder / "run"),
+        **settings,
+    )
+
+
 def run_layouts(
     model: PretrainedConfig,
     batch: int,
@@ -38,25 +61,13 @@ def run_layouts(
     length: int = 1024,
     steps: int = 20,
     ranks: int = 1,
-    host_gib: float | None = None,
+    **settings: Any,
 ) -> Iterator[dict[str, Any]]:
     """Trains `model` with `batch` sequences per rank, `steps` steps under each layout in turn, in
     one run that repeats one global batch; yields a measurement as soon as a layout has had its steps."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        random_samples(folder, batch * ranks, length, model.vocab_size)
-        config = Config(
-            model=model,
-            data=Data(path=name),
-            sequence_length=length,
-            batch_size=batch * ranks,
-            steps=FOREVER,
-            ranks=ranks,
-            layout=layouts[0],
-            optimizer=Optimizer(lr=1e-4, clip_norm=None),
-            host_memory_budget=host_gib,
-            run_folder=str(folder / "run"),
-        )
+        settings |= {"length": length, "ranks": ranks, "layout": layouts[0]}
+        config = bench_config(model, Path(name), batch, **settings)
         launched = time.monotonic()
         with launch(config) as run:
             wait_for_step(run, 1)
@@ -72,6 +83,38 @@ def run_layouts(
                 else:
                     run.stop()
                 yield summary(run, layout, batch, end - max(1, steps - WARM_UP), end)
+
+
+def run_chosen(
+    model: PretrainedConfig,
+    batch: int,
+    *,
+    length: int = 1024,
+    steps: int = 20,
+    ranks: int = 1,
+    **settings: Any,
+) -> dict[str, Any]:
+    """The same under the layout that the run chooses for itself; `tuning_seconds` is what that has cost."""
+    with tempfile.TemporaryDirectory() as name:
+        config = bench_config(model, Path(name), batch, length=length, ranks=ranks, **settings)
+        with launch_tuned(config) as (run, tuner):
+            end = run.log.steps_done + steps
+            wait_for_step(run, end)
+            measured = summary(run, run.layout, batch, end - max(1, steps - WARM_UP), end)
+            return measured | {"tuning_seconds": tuner.policy.records[-1].cost_seconds}
+
+
+@contextmanager
+def launch_tuned(config: Config) -> Iterator[tuple[Run, Tuner]]:
+    """What `launch` does under `layout="auto"`, but returns when the layout is chosen."""
+    planned, begun = plan(config), time.monotonic()
+    rates = probe(planned)
+    predicted = AutoPolicy(planned, rates).decide_all()
+    spent = time.monotonic() - begun
+    with launch(replace(config, layout=predicted)) as run:
+        tuner = Tuner(run, planned, rates, spent)
+        tuner.tune()
+        yield run, tuner
 
 
 def wait_for_step(run: Run, step: int) -> None:

@@ -15,9 +15,9 @@ def speed(step_seconds: float, tokens: int, flops_per_token: float, ranks: int) 
     }
 
 
-def row(size: str, ranks: int, measured: dict[str, Any]) -> str:
+def row(model: str, ranks: int, measured: dict[str, Any]) -> str:
     """One line of the table."""
-    head = f"Qwen3-{size:<5} {ranks} x batch {measured['batch']:<4}{measured['system']:<14}"
+    head = f"{model:<11} {ranks} x batch {measured['batch']:<4}{measured['system']:<14}"
     if "error" in measured:
         return f"{head} {measured['activations']:<22} {measured['error']}"
     text = (
@@ -25,6 +25,8 @@ def row(size: str, ranks: int, measured: dict[str, Any]) -> str:
         f"{measured['tokens_per_second']:9,.0f} tokens/s {measured['tflops_per_gpu']:5.0f} TFLOPS/GPU "
         f"{measured['gpu_peak_gib']:6.1f} GiB/GPU"
     )
+    if "tuning_seconds" in measured:
+        text += f"  chosen in {measured['tuning_seconds']:.0f} s"
     if "wait_seconds" in measured:
         text += f"  waits {sum(measured['wait_seconds'].values()):.3f} s"
     return text

@@ -48,7 +48,8 @@ class Tuner:
     def __init__(self, run: "Run", planned: Plan, rates: Rates, spent: float = 0.0) -> None:
         """`planned` is the preflight from before the run took its memory, `spent` what `rates` have cost
         in seconds."""
-        self._run, self._planned, self._rates, self._spent = run, planned, rates, spent
+        self.rates = rates
+        self._run, self._planned, self._spent = run, planned, spent
         self._since = 0  # the first step under the present layout
         self.policy = AutoPolicy(planned, rates, self.trial, spent)
 
@@ -68,8 +69,8 @@ class Tuner:
         run = self._run
         try:
             self._until(lambda: run.log.steps_done > CALIBRATION)
-            if self._rates.synchronous:
-                rates = calibrated(self._rates, self.policy.workload, run.layout, run.log, CALIBRATION)
+            if self.rates.synchronous:
+                rates = calibrated(self.rates, self.policy.workload, run.layout, run.log, CALIBRATION)
                 self.policy = AutoPolicy(self._planned, rates, self.trial, self._spent)
             while self.policy.decide() is not None:
                 self.policy.save(run.folder / POLICY)

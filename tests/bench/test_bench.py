@@ -8,11 +8,14 @@ from transformers import AutoConfig
 
 from slidedp.bench.fsdp2 import Case, run_fsdp2
 from slidedp.bench.parity import losses, summary
-from slidedp.bench.slide import random_samples, run_layouts
+from slidedp.bench.saves import save_costs
+from slidedp.bench.shapes import SIZES, shape, title
+from slidedp.bench.slide import random_samples, run_chosen, run_layouts
 from slidedp.bench.table import row
 from slidedp.config import Config, Data, Optimizer
 from slidedp.errors import ConfigError
 from slidedp.layout import Layout
+from slidedp.preflight import plan
 from tests import reference
 from tests.pool import small_model
 
@@ -89,6 +92,31 @@ def test_every_layout_is_measured_over_its_own_steps(model):
         json.dumps(measured)
     # One run: the second layout goes on where the first has stopped.
     assert found[1]["losses"][-1] < found[0]["losses"][0]
+
+
+def test_the_chosen_layout_is_measured_with_what_choosing_cost(model):
+    config = AutoConfig.from_pretrained(model)
+    measured = run_chosen(config, BATCH, length=LENGTH, steps=8, ranks=2)
+    assert measured["steps"] == 4 and measured["tuning_seconds"] > 0
+    assert "chosen in" in row("tiny", 2, measured)
+    json.dumps(measured)
+
+
+def test_steps_during_a_save_are_told_apart(model):
+    layouts = [Layout(), Layout(schedule="in_backward")]
+    config = AutoConfig.from_pretrained(model)
+    found = list(save_costs(config, BATCH, layouts, length=LENGTH, ranks=2))
+    assert [told["layout"] for told in found] == layouts
+    for told in found:
+        assert told["steps"] >= 1 and told["bytes"] > told["copied_bytes"] >= 0
+        assert 0 < told["during_seconds"] <= told["longest_seconds"] and told["usual_seconds"] > 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_shape_can_be_planned_with_fewer_layers(size):
+    run = Config(model=shape(size, 2), data=Data(path="none"), ranks=1, device="cpu", sequence_length=64)
+    assert len(plan(run).units) == 4
+    assert title(size, 2).endswith("B, 2 layers")
 
 
 def test_deepspeed_is_asked_for_by_name(model, tmp_path):
