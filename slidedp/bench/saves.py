@@ -86,8 +86,8 @@ def main() -> int:
         ratio = row["during_seconds"] / row["usual_seconds"]
         print(
             f"{name} {asked.ranks} x {asked.batch}: step {row['usual_seconds']:.3f} s, while memory is taken "
-            f"{row['room_seconds']:.3f}, during the save {row['during_seconds']:.3f} ({ratio:.2f} times, mean "
-            f"of {row['steps']}), at most {row['longest_seconds']:.3f}; {row['bytes'] / 1e9:.1f} GB in "
+            f"{row['room_seconds']:.3f}, during the save {row['during_seconds']:.3f} ({ratio:.2f} times, "
+            f"mean of {row['steps']}), at most {row['longest_seconds']:.3f}; {row['bytes'] / 1e9:.1f} GB in "
             f"{row['seconds']:.1f} s, {row['copied_bytes'] / 1e9:.1f} copied, updates waited "
             f"{row['waited_seconds']:.2f} s",
             flush=True,

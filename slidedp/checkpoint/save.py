@@ -66,7 +66,7 @@ class Snapshot:
     def __init__(
         self,
         state: HostState,
-        order: Sequence[Unit],
+        changing: Sequence[Unit],
         progress: Progress,
         saving: Saving,
         keep_last: int,
@@ -74,19 +74,20 @@ class Snapshot:
         requests: Sequence[int] = (),
         room: Room | None = None,
     ) -> None:
-        """`order`: all units, first the one whose next update comes first. `room` is for copies, and closed
-        at the end."""
+        """`changing`: the units that the next step changes, in its order. `room` is for copies, and closed at
+        the end."""
         self.progress, self._saving, self._keep_last = progress, saving, keep_last
         self._report, self._requests = report, list(requests)
         self.path = saving.folder / folder_name(progress.step)
         self._partial = saving.folder / f".{self.path.name}.partial"
-        self._sources = {unit.index: Source(state, unit) for unit in order}
+        self._sources = {unit.index: Source(state, unit) for unit in state.units}
         self._room = room or Room(0)
+        copied = sum(self._sources[unit.index].nbytes for unit in changing) <= self._room.nbytes
+        self._ahead = deque(changing if copied else ())
         # Written from the end. Of what will be copied, the last to change first; else the first.
-        copied = sum(source.nbytes for source in self._sources.values()) <= self._room.nbytes
-        self._remaining = list(order) if copied else list(order)[::-1]
-        self._ahead = deque(order if copied else ())
-        self._unchanged = {unit.index for unit in order}
+        still = [unit for unit in state.units if unit not in changing]
+        self._remaining = [*still, *(changing if copied else reversed(changing))]
+        self._unchanged = set(self._sources)
         """Units that may not change yet."""
         self._files: dict[str, dict[str, int]] = {}
         self._copied: set[int] = set()
@@ -246,6 +247,8 @@ class Checkpointer:
     ) -> None:
         self._settings, self._state, self._saving, self._report = settings, state, saving, report
         self.snapshot: Snapshot | None = None
+        self.changing: Sequence[Unit] = state.units
+        """The units that a step changes on the host, in its order."""
         self._requests: list[int] = []
         self._room: Room | None = None
         self._due = self._disabled = False
@@ -276,15 +279,14 @@ class Checkpointer:
         return wanted and self._room.ready
 
     def _room_bytes(self) -> int:
-        """All of the state, if a part of what is free stays free for whoever else wants some."""
-        state = sum(aligned(Source(self._state, unit).nbytes, kernels.LINE) for unit in self._state.units)
-        return min(state, self._saving.spare_bytes, available_bytes() * 3 // 4)
+        """For all that changes, if a part of what is free stays free for whoever else wants some."""
+        wanted = sum(aligned(Source(self._state, unit).nbytes, kernels.LINE) for unit in self.changing)
+        return min(wanted, self._saving.spare_bytes, available_bytes() * 3 // 4)
 
-    def boundary(self, progress: Progress, order: Sequence[Unit]) -> None:
-        """Call it when all units are at version `progress.step`, on the host too, in the `order` of their
-        next updates."""
+    def boundary(self, progress: Progress) -> None:
+        """Call it when all units are at version `progress.step`, on the host too."""
         if self.begins(progress.step):
-            self._begin(progress, order)
+            self._begin(progress)
 
     @property
     def ahead(self) -> bool:
@@ -313,14 +315,14 @@ class Checkpointer:
             return
         saved = self.snapshot is not None and self.snapshot.progress == progress
         if self._requests or ((self._due or (stopped and self._settings.on_stop)) and not saved):
-            self._begin(progress, self._state.units).join()
+            self._begin(progress).join()
 
-    def _begin(self, progress: Progress, order: Sequence[Unit]) -> Snapshot:
+    def _begin(self, progress: Progress) -> Snapshot:
         requests, self._requests = self._requests, []
         room, self._room = self._room, None
         self._due, self._clock = False, time.monotonic()
         last = self._settings.keep_last
         self.snapshot = Snapshot(
-            self._state, order, progress, self._saving, last, self._report, requests, room
+            self._state, self.changing, progress, self._saving, last, self._report, requests, room
         )
         return self.snapshot

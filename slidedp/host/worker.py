@@ -105,6 +105,7 @@ class OptimizerWorker:
         self._chunks = [chunks(unit, *cut) for unit in self.state.units]
         self._on_gpu = layout.updated_on_gpu(len(self.state.units) - 2, self._frozen)
         self._resident = layout.resident_on_gpu(len(self.state.units) - 2, self._frozen)
+        self.checkpoints.changing = self._changing()
 
     def _begin_pass(self) -> None:
         in_forward = self.layout.schedule == "in_forward"
@@ -240,9 +241,8 @@ class OptimizerWorker:
             if self._stored or self.step + 1 == self.config.steps:
                 self._before_write_back()
             for index in sorted(self._on_gpu):  # the ranks write these from now on
-                unit = self.state.units[index]
-                if index not in self._resident or self.state.unit(unit).working is None:
-                    self.checkpoints.before_update(unit)
+                if not self._stays(self.state.units[index]):
+                    self.checkpoints.before_update(self.state.units[index])
             scale = None if self._skipped else self._denominator_scale() * self._clip
             self._send(Coefficients(self.step, scale, self._lr(), self.updates + 1, self._stored))
 
@@ -295,7 +295,7 @@ class OptimizerWorker:
                 self.number += 1
                 if self.number % self.passes == 0 and whole:
                     # Before anything of the next step: GPU updates `in_backward` may begin with it.
-                    self.checkpoints.boundary(self.progress, self._update_order())
+                    self.checkpoints.boundary(self.progress)
                 self._begin_pass()
 
     @property
@@ -330,11 +330,17 @@ class OptimizerWorker:
         if self._answered == self.number and self.step + 1 < self.config.steps:
             self._switch_layout()
 
-    def _update_order(self) -> list[Unit]:
-        """The units in the order in which the next step may change them."""
-        forward = self.layout.schedule == "in_forward"
-        key = {unit.index: unit.index if forward else -unit.index for unit in self.state.units}
-        return sorted(self.state.units, key=lambda unit: (unit.index not in self._on_gpu, key[unit.index]))
+    def _changing(self) -> list[Unit]:
+        """The units whose state on the host a step changes, in its order. That of others stays on GPUs, or
+        frozen."""
+        sign = 1 if self.layout.schedule == "in_forward" else -1
+        units = [unit for unit in self.state.units if not unit.frozen and not self._stays(unit)]
+        return sorted(units, key=lambda unit: (unit.index not in self._on_gpu, sign * unit.index))
+
+    def _stays(self, unit: Unit) -> bool:
+        """Whether ranks keep the unit's state and write it to the host only when they are told to."""
+        # Ranks that compute in FP32 deliver the master, and so write it in every step.
+        return unit.index in self._resident and self.state.unit(unit).working is not None
 
     @property
     def progress(self) -> Progress:

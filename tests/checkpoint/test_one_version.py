@@ -51,7 +51,7 @@ def test_an_update_waits_for_the_shard_of_its_unit_or_copies_it(
     made.land_all(0, made.gradients())
     version_1 = made.snapshot()
     made.worker.checkpoints.request(5)
-    made.worker.checkpoints.boundary(made.worker.progress, made.units)
+    made.worker.checkpoints.boundary(made.worker.progress)
     snapshot = made.worker.checkpoints.snapshot
     gradients = made.gradients()
     made.start(1)
@@ -91,7 +91,7 @@ def test_with_nothing_to_update_the_worker_copies_what_will_change(tmp_path, mon
     before = made.snapshot()
     checkpoints = made.worker.checkpoints
     checkpoints.request(5)
-    checkpoints.boundary(made.worker.progress, made.units)
+    checkpoints.boundary(made.worker.progress)
     ours, theirs = zip(*(Pipe() for _ in made.ranks), strict=True)
     thread = threading.Thread(target=serve, args=(made.worker, list(theirs), Pipe()[0]), daemon=True)
     thread.start()
@@ -100,13 +100,29 @@ def test_with_nothing_to_update_the_worker_copies_what_will_change(tmp_path, mon
         connection.send(Finished())
     thread.join(DEADLINE)
     snapshot = checkpoints.snapshot
-    assert copied == list(snapshot._sources.values())
+    assert copied == [snapshot._sources[unit.index] for unit in reversed(made.units)]
     made.start(0)
     made.land_all(0, made.gradients())  # waits for nothing
     assert len(copied) == len(made.units) and made.snapshot() != before
     open_.set()
     snapshot.join()
     assert loaded(tmp_path / "step-00000000", made.units) == (Progress(0, 0), before)
+    made.close()
+
+
+@pytest.mark.parametrize("schedule", ["in_forward", "in_backward"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_copies_are_for_what_a_step_changes_on_the_host(dtype, schedule):
+    """FP32 ranks deliver the master, so they write it in every step."""
+    layout = Layout(schedule=schedule, gpu_updates=3, resident_updates=2)
+    made = Bench(layout, dtype=dtype)
+    on_gpu, resident = layout.updated_on_gpu(2, frozenset()), layout.resident_on_gpu(2, frozenset())
+    changing = made.worker.checkpoints.changing
+    stay = resident if dtype == "bfloat16" else frozenset()
+    assert len(resident) == 2 and {unit.index for unit in changing} == {0, 1, 2, 3} - stay
+    sign = 1 if schedule == "in_forward" else -1
+    keys = [(unit.index not in on_gpu, sign * unit.index) for unit in changing]
+    assert keys == sorted(keys)  # GPU updates may begin with the step
     made.close()
 
 
