@@ -30,6 +30,11 @@ class MetricsQueue:
     def add(self, number: int, targets: int, passed: Passed) -> None:
         """What pass `number` of the run computes, and this rank's targets in it."""
         self._pending.append((number, targets, passed))
+        self.look()
+
+    def look(self) -> None:
+        """Sends what the GPU has run by now. A step enqueues until most of it has run, so between steps
+        alone, one would be reported when the next has almost run too."""
         while self._pending and self._complete():
             self._send()
 

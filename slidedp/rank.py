@@ -102,7 +102,8 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
     passes = config.gradient_accumulation
     frozen = frozen_units(state.units)
     gates = Gates(worker, len(state.units), abort, setup.start * passes, frozen)
-    context = Context(config, device, rank, state, gates, functions, abort)
+    metrics = MetricsQueue(rank, device, launcher, passes, functions.experts)
+    context = Context(config, device, rank, state, gates, functions, abort, metrics.look)
 
     registered: set[int] = set()  # units whose FP32 state this GPU reaches
 
@@ -144,7 +145,6 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
     landing = open_landing(config.layout, setup.landing)
     engine = build(config.layout, landing)
     launcher.send({"kind": "ready", "rank": rank, "time": time.time()})
-    metrics = MetricsQueue(rank, device, launcher, passes, functions.experts)
     recorder: Recorder | None = None
     try:
         for number in range(setup.start * passes, config.steps * passes):

@@ -102,7 +102,7 @@ def test_update_buffers_are_exactly_as_said(resident, monkeypatch):
         return torch.zeros(numel, dtype=dtype)
 
     monkeypatch.setattr(device, "zeros", zeros)
-    context = Context(said.config, device, 1, state, None, None, Abort())
+    context = Context(said.config, device, 1, state, None, None, Abort(), lambda: None)
     assert context.ranks == 2
     ShardUpdate(context, said.config.layout, None, None)
     state.close()

@@ -38,8 +38,10 @@ def bench_config(
     model: PretrainedConfig, folder: Path, batch: int, *, length: int, ranks: int, **settings: Any
 ) -> Config:
     """A run of `batch` sequences per rank that repeats one global batch of random tokens, which this writes
-    to `folder`, until it is stopped; `settings` are further fields of the config."""
+    to `folder`, until it is stopped; `settings` are further fields of the config. On random weights, more
+    positions than the model has learnt are no loss."""
     random_samples(folder, batch * ranks, length, model.vocab_size)
+    positions = length if length > model.max_position_embeddings else None
     return Config(
         model=model,
         data=Data(path=str(folder)),
@@ -47,6 +49,7 @@ def bench_config(
         batch_size=batch * ranks,
         steps=FOREVER,
         ranks=ranks,
+        max_position_embeddings=positions,
         optimizer=Optimizer(lr=1e-5, clip_norm=None),
         run_folder=str(folder / "run"),
         **settings,
@@ -118,8 +121,8 @@ def launch_tuned(config: Config) -> Iterator[tuple[Run, Tuner]]:
 
 
 def wait_for_step(run: Run, step: int) -> None:
-    """Returns when every rank has reported `step` steps."""
-    while run.log.steps_done < step:
+    """Returns when every rank has reported `step` steps, and the worker their updates."""
+    while min(run.log.steps_done, len(run.log.events("update"))) < step:
         run.wait(0.05)
 
 
@@ -143,17 +146,18 @@ def host_bytes(run: Run, layout: Layout) -> int:
 
 
 def summary(run: Run, layout: Layout, batch: int, first: int, end: int) -> dict[str, Any]:
-    """Medians over steps [first, end)."""
+    """Medians over steps [first, end). A first step follows none: its compute is its time."""
     table = run.metrics().loc[first : end - 1]
     ranks = run.log.ranks()
     ranks = ranks[(ranks["step"] >= first) & (ranks["step"] < end)]
+    seconds = table["step_seconds"].fillna(ranks.groupby("step")["compute_seconds"].max())
     return {
         "system": "SlideDP",
         "batch": batch,
         "layout": asdict(layout),
         "steps": end - first,
         **speed(
-            median(table["step_seconds"]),
+            median(seconds),
             int(table["targets"].iloc[0]),
             float(run.log.description["flops_per_token"]),
             int(run.config.ranks or 1),

@@ -1,5 +1,6 @@
 """What a rank has for the whole run, whatever its layout."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from slidedp.config import Config
@@ -19,6 +20,8 @@ class Context(NamedTuple):
     gates: Gates
     functions: ModelFunctions
     abort: Abort
+    at_visit: Callable[[], None]
+    """Called by the compute thread at every visit: a step can take minutes, and news must not wait for it."""
 
     @property
     def ranks(self) -> int:

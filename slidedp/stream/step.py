@@ -37,6 +37,7 @@ class Engine:
         config, device, functions = context.config, context.device, context.functions
         self.config, self.layout, self.device = config, layout, device
         self.functions, self.abort, self.ranks = functions, context.abort, context.ranks
+        self.at_visit = context.at_visit
         self.units, self.dtype = context.state.units, context.state.dtype
         self.tied = is_tied(self.units)
         layers = len(self.units) - 2
@@ -297,6 +298,7 @@ class _Visit:
 
     def __enter__(self) -> None:
         engine, step = self._engine, self._step
+        engine.at_visit()
         resident = max(0, engine.visits.layers - engine.layout.window)  # layers above this stay
         stayed = self._visit > engine.visits.head and self._unit.index > resident
         if not stayed:

@@ -102,6 +102,14 @@ def test_the_chosen_layout_is_measured_with_what_choosing_cost(model):
     json.dumps(measured)
 
 
+def test_one_step_of_more_tokens_than_the_model_has_positions(model):
+    """As of a sequence whose step takes minutes."""
+    config = AutoConfig.from_pretrained(model)
+    length = config.max_position_embeddings + 16
+    (measured,) = run_layouts(config, 1, [Layout(activations="recompute")], length=length, steps=1)
+    assert measured["steps"] == 1 and measured["tokens_per_second"] * measured["step_seconds"] == length
+
+
 def test_steps_during_a_save_are_told_apart(model):
     layouts = [Layout(), Layout(schedule="in_backward")]
     config = AutoConfig.from_pretrained(model)
