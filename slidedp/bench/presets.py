@@ -6,6 +6,7 @@ The peers' batches and modes are the best of sweeps on the same GPUs (see docs/p
 from typing import NamedTuple
 
 from slidedp.bench.fsdp2 import Case
+from slidedp.bench.speedup import FIXED
 from slidedp.layout import Layout
 
 
@@ -34,7 +35,12 @@ PRESETS = {
     "4b-one-gpu": Preset(
         "4B",
         1,
-        {24: [_resident("keep", 6)], 32: [_resident(("partial",) * 10 + ("keep",) * 26, 6)]},
+        {
+            8: [_resident("keep", 38), FIXED],
+            16: [_resident("keep", 38), FIXED],
+            24: [_resident("keep", 6)],
+            32: [_resident(("partial",) * 10 + ("keep",) * 26, 6), FIXED],
+        },
         [Case(16, "none")],
         [32],
     ),
