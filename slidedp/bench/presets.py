@@ -37,7 +37,7 @@ PRESETS = {
         1,
         {
             8: [_resident("keep", 38), FIXED],
-            16: [_resident("keep", 38), FIXED],
+            16: [_resident("keep", 20), FIXED],
             24: [_resident("keep", 6)],
             32: [_resident(("partial",) * 10 + ("keep",) * 26, 6), FIXED],
         },

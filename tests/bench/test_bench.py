@@ -1,6 +1,7 @@
 """The bench measures what it says, and FSDP2, the peer, trains as the plain loop and SlideDP do."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ from transformers import AutoConfig
 
 from slidedp.bench.fsdp2 import Case, run_fsdp2
 from slidedp.bench.parity import losses, summary
+from slidedp.bench.presets import PRESETS
 from slidedp.bench.saves import save_costs
 from slidedp.bench.shapes import SIZES, shape, title
 from slidedp.bench.slide import random_samples, run_chosen, run_layouts
@@ -125,6 +127,23 @@ def test_every_shape_can_be_planned_with_fewer_layers(size):
     run = Config(model=shape(size, 2), data=Data(path="none"), ranks=1, device="cpu", sequence_length=64)
     assert len(plan(run).units) == 4
     assert title(size, 2).endswith("B, 2 layers")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_can_be_planned(name):
+    wanted = PRESETS[name]
+    run = Config(
+        model=shape(wanted.size),
+        data=Data(path="none"),
+        ranks=wanted.ranks,
+        device="cpu",  # nothing is run or allocated
+        compute_dtype="bfloat16",
+        compile=True,
+        optimizer=Optimizer(clip_norm=None),
+    )
+    for batch, layouts in wanted.slidedp.items():
+        for layout in layouts:
+            plan(replace(run, batch_size=batch * wanted.ranks, layout=layout)).check_layout()
 
 
 def test_deepspeed_is_asked_for_by_name(model, tmp_path):
