@@ -8,7 +8,6 @@ timeline. The file keeps what was measured: `slidedp.bench.measured` predicts it
 
 import argparse
 import dataclasses
-import statistics
 import tempfile
 from collections.abc import Iterator
 from datetime import date
@@ -121,12 +120,13 @@ def measure(
                     started = run.log.events("layout")[-1]["step"]
                 begin = started + WARM_UP
                 wait_for_step(run, begin + MEASURED)
-                steps = run.metrics()["step_seconds"].loc[begin : begin + MEASURED - 1]
+                steps = run.metrics().loc[begin : begin + MEASURED - 1]
                 default = Layout()
                 note = "all defaults" if layout == default else describe(layout, default)
                 note = CHOICE if layout == chosen else note
                 row = {"layout": dataclasses.asdict(layout), "note": note}
-                found.rows.append(row | {"measured_seconds": float(statistics.median(steps))})
+                row |= {"measured_seconds": float(steps["step_seconds"].median())}
+                found.rows.append(row | {"busy": float(steps["busy"].median())})
                 yield found
 
 
