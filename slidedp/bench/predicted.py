@@ -124,9 +124,14 @@ def measure(
                 default = Layout()
                 note = "all defaults" if layout == default else describe(layout, default)
                 note = CHOICE if layout == chosen else note
-                row = {"layout": dataclasses.asdict(layout), "note": note}
-                row |= {"measured_seconds": float(steps["step_seconds"].median())}
-                found.rows.append(row | {"busy": float(steps["busy"].median())})
+                found.rows.append(
+                    {
+                        "layout": dataclasses.asdict(layout),
+                        "note": note,
+                        "measured_seconds": float(steps["step_seconds"].median()),
+                        "busy": float(steps["busy"].median()),
+                    }
+                )
                 yield found
 
 
