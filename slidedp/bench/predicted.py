@@ -83,7 +83,7 @@ def measure(
     layouts: list[Layout] | None = None,
     *,
     length: int = 1024,
-    ranks: int | None = None,
+    ranks: int = 1,
     **settings: Any,
 ) -> Iterator[Measured]:
     """The workload as far as it is measured, after every layout that fits has had its steps.
@@ -91,7 +91,7 @@ def measure(
     `name` is the model's, `batch` in sequences per rank; `settings` are further fields of the config.
     """
     with tempfile.TemporaryDirectory() as folder:
-        config = bench_config(model, Path(folder), batch, length=length, ranks=int(ranks or 1), **settings)
+        config = bench_config(model, Path(folder), batch, length=length, ranks=ranks, **settings)
         with launch_tuned(config) as (run, tuner):
             policy, chosen = tuner.policy, run.layout
             workload, compiled = policy.workload, bool(run.config.compile)

@@ -109,7 +109,8 @@ def run_chosen(
 
 @contextmanager
 def launch_tuned(config: Config) -> Iterator[tuple[Run, Tuner]]:
-    """What `launch` does under `layout="auto"`, but returns when the layout is chosen."""
+    """What `launch` does under `layout="auto"`, but returns when the layout is chosen, and watches for no
+    drifts: whoever goes on to other layouts would cause them."""
     planned, begun = plan(config), time.monotonic()
     rates = probe(planned)
     predicted = AutoPolicy(planned, rates).decide_all()

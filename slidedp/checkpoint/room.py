@@ -4,7 +4,7 @@ On virtual machines whose hosts hand out memory when it is first used, copying t
 0.9 GB/s (2 cores) and at 5 to 10 GB/s (16 cores); to pages that had been used before, at 17 GB/s (2 cores).
 An update waits for the copy of its unit. For fresh pages waits a thread that is in no hurry. It writes to
 them itself: on 16 cores, pages that only madvise(MADV_POPULATE_WRITE) had been through were filled at 12
-to 15 GB/s, hardly faster than fresh ones, where an update goes through memory at 95.
+to 15 GB/s, hardly faster than fresh ones.
 """
 
 import ctypes

@@ -241,8 +241,9 @@ class OptimizerWorker:
             if self._stored or self.step + 1 == self.config.steps:
                 self._before_write_back()
             for index in sorted(self._on_gpu):  # the ranks write these from now on
-                if not self._stays(self.state.units[index]):
-                    self.checkpoints.before_update(self.state.units[index])
+                unit = self.state.units[index]
+                if not self._stays(unit):
+                    self.checkpoints.before_update(unit)
             scale = None if self._skipped else self._denominator_scale() * self._clip
             self._send(Coefficients(self.step, scale, self._lr(), self.updates + 1, self._stored))
 

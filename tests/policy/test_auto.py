@@ -23,7 +23,7 @@ from slidedp.policy.probe import cache_folder, probe, read_rates, write_rates
 from slidedp.policy.rates import Rates
 from slidedp.policy.records import SHOWN, Record, load_records
 from slidedp.policy.step_time import predict
-from slidedp.policy.tune import POLICY
+from slidedp.policy.tune import POLICY, Tuner
 from slidedp.policy.workload import workload_of
 from slidedp.preflight import Plan, plan, under
 from slidedp.telemetry import RunLog
@@ -285,6 +285,19 @@ def test_a_run_tunes_itself_on_its_own_steps(tuned):
     # Trials are training: the loss falls across all the switches.
     loss = open_run(log.folder).metrics()["loss"]
     assert loss.iloc[-10:].mean() < 0.7 * loss.iloc[:3].mean()
+
+
+@pytest.mark.parametrize("synchronous", [True, False])
+def test_only_rates_of_cpu_ranks_are_corrected_at_the_start(tmp_path, monkeypatch, synchronous):
+    """A GPU is cool then, and its probe says more of it."""
+    config = small_config(tmp_path, run_folder=str(tmp_path / "run"))
+    planned = plan(config)
+    rates = dataclasses.replace(H200.rates(workload_of(planned)), synchronous=synchronous)
+    other = rates.faster("compute", 2.0)
+    monkeypatch.setattr("slidedp.policy.tune.calibrated", lambda *_: other)
+    with nothing_left(), launch(config) as run:
+        policy = Tuner(run, planned, rates).tune()
+    assert policy.done and policy.rates == (other if synchronous else rates)
 
 
 def test_a_timeline_corrects_compute(tuned):
