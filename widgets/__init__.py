@@ -1,5 +1,6 @@
 """The Jupyter views, imported as slidedp.widgets."""
 
+from slidedp.widgets.awaiting import tell_when_done
 from slidedp.widgets.dashboard import Dashboard
 from slidedp.widgets.layer_strip import LayerStrip
 from slidedp.widgets.layout_editor import LayoutEditor
@@ -17,3 +18,5 @@ __all__ = [
     "phases_figure",
     "timeline_figure",
 ]
+
+tell_when_done()

@@ -23,12 +23,15 @@ from slidedp.session import Run
 from slidedp.steps import Step, StepReader
 from slidedp.telemetry import RunLog
 from slidedp.widgets.curves import Curves, values_of
+from slidedp.widgets.echo import Echo
 from slidedp.widgets.fit import FitWidth, full_width, update_traces
 from slidedp.widgets.memory import memory_bars, size
 
 REFRESH_SECONDS = 0.2
 IDLE = 10.0
 """A refresh that takes long is followed by a pause of so many times as long."""
+UNSEEN_SECONDS = 1.0
+"""Seconds that a refresh waits for a browser that does not answer."""
 RECENT = 20
 """Steps whose median time the ETA assumes for those that are left, and that the waits by rank sum up."""
 
@@ -92,6 +95,7 @@ class Dashboard(ipywidgets.VBox):
         choices = [("all ranks", -1), *((f"rank {rank}", rank) for rank in range(self._ranks))]
         self._choice = ipywidgets.Dropdown(options=choices, layout={"width": "110px"})
         self._saved, self._memory, self._layouts, self._error = (ipywidgets.HTML() for _ in range(4))
+        self._echo = Echo()
         head = [self._stop, self._save, self._choice, self._bar, self._text]
         super().__init__(
             [
@@ -102,6 +106,7 @@ class Dashboard(ipywidgets.VBox):
                 self._memory,
                 self._error,
                 FitWidth(),
+                self._echo,
             ]
         )
         traitlets.link((self._choice, "value"), (self, "rank"))
@@ -243,17 +248,18 @@ class Dashboard(ipywidgets.VBox):
         (line,) = self.figure.select_traces({"meta": "predicted"})
         line.showlegend = any(math.isfinite(seconds) for _, seconds in self._predictions)
 
-    def _predicted_curve(self) -> tuple[list[float], list[float]]:
+    def _predicted_curve(self) -> tuple[np.ndarray, np.ndarray]:
         """A level for each layout, between the lines that mark the switches."""
         steps = self._curves.steps
         if not steps:
-            return [], []
-        x, y = [], []
+            return np.empty(0), np.empty(0)
+        x: list[float] = []
+        y: list[float] = []
         for (begin, seconds), (end, _) in pairwise([*self._predictions, (steps[-1] + 0.5, math.nan)]):
             if begin <= steps[-1]:
                 x += [max(steps[0], begin - 0.5), min(steps[-1], end - 0.5)]
                 y += [seconds, seconds]
-        return x, y
+        return np.array(x), np.array(y)  # arrays travel as bytes: the NaN of no prediction is no JSON
 
     def _recent_waits(self, cause: str) -> tuple[list[float], list[str]]:
         """Percentage of compute's time that each rank has waited in the recent steps."""
@@ -272,7 +278,10 @@ class Dashboard(ipywidgets.VBox):
                 running = self._run.running
                 begun = time.monotonic()
                 self.update()
-                await asyncio.sleep(max(REFRESH_SECONDS, IDLE * (time.monotonic() - begun)))
+                pause = max(REFRESH_SECONDS, IDLE * (time.monotonic() - begun))
+                if running:
+                    await self._echo.wait(UNSEEN_SECONDS)
+                    await asyncio.sleep(pause)
         except Exception:  # a task's exception is seen by no one
             self._error.value = _preformatted(traceback.format_exc())
 

@@ -133,7 +133,7 @@ class Notebook:
         return bool(self._outputs(cell))
 
     def ask(self, expression: str) -> str:
-        """The repr of an expression in the kernel, also while a cell awaits."""
+        """The repr of an expression in the kernel, once it has run what it was told before."""
         answer = self.page.evaluate(
             """expression => {
                 const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;

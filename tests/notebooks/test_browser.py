@@ -16,7 +16,7 @@ from tests.notebooks.lab import CHROMIUM, Notebook, browser, lab, write_notebook
 
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="needs chromium (Debian: apt install chromium)"),
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
 ]
 QUICKSTART = Path(__file__).resolve().parents[2] / "notebooks" / "quickstart.ipynb"
 CELLS = [
@@ -129,6 +129,7 @@ def test_a_visit(notebook):
     until(lambda: steps(notebook) > 5, "steps on the dashboard")
     seen = steps(notebook)
     until(lambda: steps(notebook) > seen, "more steps on the dashboard")
+    until(lambda: int(notebook.ask("dashboard._echo.drawn")) > 2, "answers of the browser")
     processes = pids(notebook)
     assert len(processes) == 3 and all(alive(pid) for pid in processes)
 
@@ -155,6 +156,7 @@ def test_a_visit(notebook):
     notebook.cell(DASHBOARD).get_by_role("button", name="Stop").click()
     notebook.cell(DASHBOARD).get_by_text("stopped ·").wait_for()
     until(lambda: not any(alive(pid) for pid in processes), "the end of every process")
+    assert [notebook.text(cell) for cell in notebook.code_cells()] == [""] * len(CELLS)
 
 
 @pytest.mark.slow
@@ -170,6 +172,24 @@ def test_nothing_is_left_of_a_run_whose_kernel_ends(notebook, ending):
     else:
         notebook.close_and_shut_down()
     until(lambda: not any(alive(pid) for pid in processes), "the end of every process")
+
+
+@pytest.mark.slow
+def test_controls_answer_while_a_cell_awaits_the_run(notebook):
+    notebook.run(SETUP)
+    notebook.run(EDITOR)
+    notebook.run(DASHBOARD)
+    notebook.run(LIVE)
+    notebook.run(AWAIT, wait=False)
+    seen = steps(notebook)
+    until(lambda: steps(notebook) > seen, "steps on the dashboard")
+    live, dashboard = notebook.cell(LIVE), notebook.cell(DASHBOARD)
+    for delivery in ("broadcast", "replicated"):
+        live.locator("select").first.select_option(delivery)
+        live.get_by_role("button", name="Apply to the run").click()
+        dashboard.get_by_text(f"delivery {delivery}").wait_for()
+    dashboard.get_by_role("button", name="Stop").click()
+    assert notebook.ask("run.status") == "'stopped'"
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from slidedp import Layout, Run, open_run
 from slidedp.telemetry import RunLog
 from slidedp.widgets import Dashboard
 from slidedp.widgets.curves import MAX_POINTS
+from tests.launching import DEADLINE
 
 
 class FakeRun(Run):
@@ -81,6 +82,13 @@ def add_step(log, step, only=None):
         )
 
 
+async def shown(dashboard, step):
+    """Returns once the dashboard that follows its run has come to `step`."""
+    async with asyncio.timeout(DEADLINE):
+        while dashboard.step != step:
+            await asyncio.sleep(0.01)
+
+
 def curve(dashboard, name):
     (trace,) = (trace for trace in dashboard.figure.data if trace.meta == name)
     return trace
@@ -132,23 +140,46 @@ def test_it_follows_a_run_to_its_end(log):
         assert dashboard.step == 0 and "step 0 of 100" in dashboard.summary()
         add_step(run.log, 0)
         add_step(run.log, 1, only=1)  # rank 0 has not reported yet: the step does not count
-        await asyncio.sleep(0.5)
-        assert dashboard.step == 1
+        await shown(dashboard, 1)
         add_step(run.log, 1, only=0)
         add_step(run.log, 2)
-        await asyncio.sleep(0.5)
-        assert dashboard.step == 3
+        await shown(dashboard, 3)
         assert dashboard.summary().endswith("0:58 left")  # 97 steps at 0.6 s
         assert list(curve(dashboard, "memory 1").y) == [2.0, 2.0, 2.0]
         assert list(curve(dashboard, "wait update").y) == [0.0, 0.0, 20.0]
         run.end("failed", "rank 1 failed:\n<lost>")
-        await asyncio.wait_for(dashboard._task, 5)
+        await asyncio.wait_for(dashboard._task, DEADLINE)
         return dashboard
 
     dashboard = asyncio.run(follow())
     assert (dashboard.status, dashboard.failure) == ("failed", "rank 1 failed:\n<lost>")
     assert "&lt;lost&gt;" in dashboard._error.value
     assert dashboard._stop.disabled
+
+
+def test_it_is_never_more_than_one_update_ahead_of_the_browser(log, monkeypatch):
+    monkeypatch.setattr("slidedp.widgets.dashboard.UNSEEN_SECONDS", DEADLINE)
+    monkeypatch.setattr("slidedp.widgets.dashboard.REFRESH_SECONDS", 0.0)
+    run = FakeRun(log(ranks=1))
+    undrawn = []
+
+    async def follow():
+        dashboard = Dashboard(run)
+        echo = dashboard._echo
+        dashboard.observe(lambda _: undrawn.append(echo.asked - echo.drawn), "step")
+        for step in range(5):
+            add_step(run.log, step)
+            async with asyncio.timeout(DEADLINE):
+                while echo.asked == echo.drawn:  # a browser that has yet to be asked
+                    await asyncio.sleep(0.01)
+            echo.drawn = echo.asked
+            await shown(dashboard, step + 1)
+        run.end("finished")
+        echo.drawn = echo.asked + 1
+        await asyncio.wait_for(dashboard._task, DEADLINE)
+
+    asyncio.run(follow())
+    assert undrawn == [0] * 5
 
 
 def test_the_stop_button_stops_the_run_once(log):
@@ -186,7 +217,7 @@ def test_a_fault_of_the_dashboard_is_shown_under_it(log):
         dashboard = Dashboard(run)
         run.log.add({"kind": "step", "step": 0, "rank": 0})
         run.log.add({"kind": "step", "step": 0, "rank": 1})
-        await asyncio.wait_for(dashboard._task, 5)
+        await asyncio.wait_for(dashboard._task, DEADLINE)
         return dashboard._error.value
 
     assert "KeyError" in asyncio.run(follow())
@@ -319,7 +350,9 @@ def test_one_number_predicts_the_first_layout_only(log):
     switch(run.log, 1, Layout(window=5))
     add_step(run.log, 1)
     dashboard.update()
-    np.testing.assert_array_equal(curve(dashboard, "predicted").y, [0.3, 0.3, np.nan, np.nan])
+    level = curve(dashboard, "predicted").y
+    np.testing.assert_array_equal(level, [0.3, 0.3, np.nan, np.nan])
+    assert isinstance(level, np.ndarray)  # travels as bytes: a list with NaN would be no JSON
     dashboard.predicted = 0.5  # someone knows better
     np.testing.assert_array_equal(curve(dashboard, "predicted").y, [0.3, 0.3, 0.5, 0.5])
 
