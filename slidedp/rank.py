@@ -139,7 +139,7 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
             loss += engine.evaluate(step * passes, batch)
             targets += batch.targets
         event = {"kind": "eval", "rank": rank, "step": step, "loss_sum": float(loss), "targets": targets}
-        metrics.flush()  # the steps before, whose transfers are all over by now
+        metrics.flush()  # the steps before, which are all enqueued by now
         launcher.send(event | {"seconds": time.time() - begun})
 
     landing = open_landing(config.layout, setup.landing)

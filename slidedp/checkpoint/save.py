@@ -4,6 +4,7 @@ An update of a unit that is not written yet copies it first, where there is memo
 With memory for all copies, they are made while there is nothing to update.
 """
 
+import contextlib
 import json
 import os
 import shutil
@@ -162,7 +163,8 @@ class Snapshot:
                 source.close()
             self._room.close()
         if self.error is None:
-            prune(self._saving.folder, self._keep_last)
+            with contextlib.suppress(OSError):  # this one is durable, whatever became of older ones
+                prune(self._saving.folder, self._keep_last)
         self._report(
             {
                 "kind": "checkpoint",
@@ -247,13 +249,19 @@ class Checkpointer:
     ) -> None:
         self._settings, self._state, self._saving, self._report = settings, state, saving, report
         self.snapshot: Snapshot | None = None
-        self.changing: Sequence[Unit] = state.units
-        """The units that a step changes on the host, in its order."""
+        self._changing: Sequence[Unit] = state.units
         self._requests: list[int] = []
         self._room: Room | None = None
         self._due = self._disabled = False
         self._clock = time.monotonic()
         kernels.compile_copy()
+
+    def will_change(self, units: Sequence[Unit]) -> None:
+        """The units that a step changes on the host from now on, in its order."""
+        if self._room is not None and units != self._changing:
+            self._room.close()  # it was to hold others
+            self._room = None
+        self._changing = units
 
     def disable(self) -> None:
         """Saves nothing any more: the state is spoiled, and may not take the place of a good one."""
@@ -280,7 +288,7 @@ class Checkpointer:
 
     def _room_bytes(self) -> int:
         """For all that changes, if a part of what is free stays free for whoever else wants some."""
-        wanted = sum(aligned(Source(self._state, unit).nbytes, kernels.LINE) for unit in self.changing)
+        wanted = sum(aligned(Source(self._state, unit).nbytes, kernels.LINE) for unit in self._changing)
         return min(wanted, self._saving.spare_bytes, available_bytes() * 3 // 4)
 
     def boundary(self, progress: Progress) -> None:
@@ -313,7 +321,8 @@ class Checkpointer:
             self._room = None
         if self._disabled:
             return
-        saved = self.snapshot is not None and self.snapshot.progress == progress
+        last = self.snapshot
+        saved = last is not None and last.progress == progress and last.error is None
         if self._requests or ((self._due or (stopped and self._settings.on_stop)) and not saved):
             self._begin(progress).join()
 
@@ -323,6 +332,6 @@ class Checkpointer:
         self._due, self._clock = False, time.monotonic()
         last = self._settings.keep_last
         self.snapshot = Snapshot(
-            self._state, self.changing, progress, self._saving, last, self._report, requests, room
+            self._state, self._changing, progress, self._saving, last, self._report, requests, room
         )
         return self.snapshot

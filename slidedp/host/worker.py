@@ -90,6 +90,8 @@ class OptimizerWorker:
         self._early: list[Landed | Written] = []  # of the next step
         self._stored = False
         """Whether this step leaves all of the state on the host, what stays on GPUs too."""
+        self._stops_at: int | None = None
+        """The step that, as ranks have been told, does not come any more."""
         self._frozen = frozen_units(state.units)
         self._segments = [segments(unit, config.optimizer) for unit in state.units]
         self._starts = unit_starts(state.units)
@@ -105,7 +107,7 @@ class OptimizerWorker:
         self._chunks = [chunks(unit, *cut) for unit in self.state.units]
         self._on_gpu = layout.updated_on_gpu(len(self.state.units) - 2, self._frozen)
         self._resident = layout.resident_on_gpu(len(self.state.units) - 2, self._frozen)
-        self.checkpoints.changing = self._changing()
+        self.checkpoints.will_change(self._changing())
 
     def _begin_pass(self) -> None:
         in_forward = self.layout.schedule == "in_forward"
@@ -238,7 +240,8 @@ class OptimizerWorker:
         self._told = True
         if self._on_gpu:
             self._stored = bool(self._resident) and self.checkpoints.begins(self.step + 1)
-            if self._stored or self.step + 1 == self.config.steps:
+            # Of a stop, ranks may hear before the checkpoint has begun that this step changes.
+            if self._stored or self.step + 1 in (self.config.steps, self._stops_at):
                 self._before_write_back()
             for index in sorted(self._on_gpu):  # the ranks write these from now on
                 unit = self.state.units[index]
@@ -392,6 +395,7 @@ class OptimizerWorker:
             self._profiled = range(step, step + record)
         stops = isinstance(self._command, Stop)
         if stops:
+            self._stops_at = step
             self._before_write_back()
         self._send(Begin(number, stops, layout, landing, record))
 

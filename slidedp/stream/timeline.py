@@ -100,10 +100,12 @@ class Timeline:
     def _elapsed(start: Mark, end: Mark) -> float:
         if isinstance(start, float) or isinstance(end, float):
             return (float(end) - float(start)) * 1e3  # type: ignore[arg-type]
+        # What goes to the host may still run when an evaluation after the step, which needs none of it, is over.
+        end.synchronize()
         return start.elapsed_time(end)
 
     def resolve(self, tracks: tuple[str, ...]) -> list[Span]:
-        """The spans of some tracks, all of which have run."""
+        """The spans of some tracks; waits for those that have not run."""
         resolved = []
         for track, unit, phase, start, end in list(self._spans):
             if track in tracks:

@@ -117,7 +117,7 @@ def test_copies_are_for_what_a_step_changes_on_the_host(dtype, schedule):
     layout = Layout(schedule=schedule, gpu_updates=3, resident_updates=2)
     made = Bench(layout, dtype=dtype)
     on_gpu, resident = layout.updated_on_gpu(2, frozenset()), layout.resident_on_gpu(2, frozenset())
-    changing = made.worker.checkpoints.changing
+    changing = made.worker.checkpoints._changing
     stay = resident if dtype == "bfloat16" else frozenset()
     assert len(resident) == 2 and {unit.index for unit in changing} == {0, 1, 2, 3} - stay
     sign = 1 if schedule == "in_forward" else -1
@@ -268,4 +268,83 @@ def test_a_spoiled_state_never_takes_the_place_of_a_good_one(tmp_path, spoiled):
     made.land_all(0, made.gradients())
     made.worker.checkpoints.finish(made.worker.progress, stopped=True)
     assert [p.name for p in checkpoints(tmp_path)] == ([] if spoiled else ["step-00000001"])
+    made.close()
+
+
+def test_a_stop_told_before_a_checkpoint_begins_still_waits_for_its_shards(tmp_path, monkeypatch):
+    """Ranks run ahead: they hear that step 1 is the last while step 0's updates, and with them the
+    checkpoint of step 1, are still to come."""
+    stays = Layout(schedule="in_backward", gpu_updates=4, resident_updates=4)
+    made = Bench(stays, dtype="bfloat16", saving=saving(tmp_path))
+    checkpoints, open_, write = made.worker.checkpoints, threading.Event(), saving_module.write_shard
+
+    def late(file, unit, source):
+        assert open_.wait(DEADLINE)
+        return write(file, unit, source)
+
+    monkeypatch.setattr(saving_module, "write_shard", late)
+    checkpoints.request(5)
+    made.start(0)
+    made.worker.command(Stop())
+    made.start(1)
+    assert any(isinstance(m, Begin) and m.stop for m in made.said())
+
+    def update():
+        for unit in made.units:
+            for _ in made.ranks:
+                made.worker.handle(Written(0, unit.index))
+
+    thread = threading.Thread(target=update, daemon=True)
+    thread.start()
+    until(
+        lambda: (checkpoints.snapshot is not None and checkpoints.snapshot.waiting) or not thread.is_alive(),
+        "the worker waits or goes on",
+    )
+    assert not any(isinstance(m, Coefficients) for m in made.said())
+    open_.set()
+    thread.join(DEADLINE)
+    assert any(isinstance(m, Coefficients) for m in made.said())
+    made.close()
+
+
+def test_memory_for_copies_is_for_the_layout_that_steps_have_now(tmp_path):
+    made = Bench(Layout(gpu_updates=4, resident_updates=4), dtype="bfloat16", saving=saving(tmp_path, 10**9))
+    checkpoints = made.worker.checkpoints
+    checkpoints.request(5)
+    assert checkpoints.begins(1) and checkpoints._room.nbytes == 0
+    checkpoints.will_change(made.units)
+    assert checkpoints.begins(1) and checkpoints._room.nbytes > 0
+    made.close()
+
+
+def test_a_checkpoint_is_reported_whatever_becomes_of_older_ones(tmp_path, monkeypatch):
+    made = Bench(Layout(), saving=saving(tmp_path))
+
+    def moved_away(folder, keep_last):
+        raise FileNotFoundError(2, "No such file or directory")
+
+    monkeypatch.setattr(saving_module, "prune", moved_away)
+    made.worker.checkpoints.request(5)
+    made.worker.checkpoints.boundary(made.worker.progress)
+    made.worker.checkpoints.snapshot.join()
+    (event,) = [event for event in made.reports if event["kind"] == "checkpoint"]
+    assert event["requests"] == [5] and event["path"] is not None
+    made.close()
+
+
+def test_a_save_that_failed_at_the_last_step_is_tried_again_at_the_end(tmp_path, monkeypatch):
+    made = Bench(Layout(), saving=saving(tmp_path))
+    checkpoints_, write = made.worker.checkpoints, saving_module.write_shard
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saving_module, "write_shard", full)
+    checkpoints_.request(5)
+    checkpoints_.boundary(made.worker.progress)
+    checkpoints_.snapshot.join()
+    assert not checkpoints(tmp_path)
+    monkeypatch.setattr(saving_module, "write_shard", write)
+    checkpoints_.finish(made.worker.progress, stopped=True)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000000"]
     made.close()
