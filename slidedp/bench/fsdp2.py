@@ -89,7 +89,7 @@ def _rank(rank: int, setup: _Setup, results: Connection) -> None:
         device_id=torch.device("cuda", rank) if cuda else None,
     )
     for mode in dict.fromkeys(case.activations for case in setup.cases):
-        cases = [case for case in setup.cases if case.activations == mode]
+        cases = sorted(case for case in setup.cases if case.activations == mode)
         for result in _measure(rank, setup, mode, cases):
             if rank == 0:
                 results.send(result)

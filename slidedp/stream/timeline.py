@@ -100,7 +100,7 @@ class Timeline:
     def _elapsed(start: Mark, end: Mark) -> float:
         if isinstance(start, float) or isinstance(end, float):
             return (float(end) - float(start)) * 1e3  # type: ignore[arg-type]
-        # What goes to the host may still run when an evaluation after the step, which needs none of it, is over.
+        # What goes to the host may still run when an evaluation after the step is over: it needs none of it.
         end.synchronize()
         return start.elapsed_time(end)
 
