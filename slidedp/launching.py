@@ -69,6 +69,7 @@ def prepare_data(preflight: Plan, source: Path | None, folder: Path, tokenizer: 
     replaced only when none of it can be refused any more."""
     config, vocabulary = preflight.config, preflight.model.vocab_size
     making = folder / PREPARING
+    shutil.rmtree(making, ignore_errors=True)  # of a launch that was killed
     samples = prepare(config.data, tokenizer, config.sequence_length, making / SAMPLES)
     contents = check_samples(
         samples,

@@ -149,6 +149,8 @@ class Run:
         self._ready = 0
         self._losses = LossWatch(int(config.ranks or 1))
         self._diverged: str | None = None
+        self._concluded = threading.Event()
+        """No process lives any more, and no command is taken; `on_step` may still be at work."""
         self._over = threading.Event()
         self._rows = RowReader(int(config.ranks or 1), flops)
         self._listener: Listener | None = None
@@ -223,6 +225,7 @@ class Run:
             self._processes.end()
         finally:
             self._conclude()
+            self._concluded.set()
             self._processes.release()
             if self._listener is not None:
                 self._listener.finish()
@@ -430,12 +433,12 @@ class Run:
         """
         number = time.time_ns()  # unlike any other, those in the log of a resumed run too
         self._command(Save(number))
-        while self.running:
+        while not self._concluded.is_set():
             if not wait:
                 return None
             if (event := self._saved(lambda e: number in e["requests"])) is not None:
                 return _path_of(event)
-            self._over.wait(0.05)
+            self._concluded.wait(0.05)
         if (event := self._saved(lambda e: number in e["requests"])) is not None:
             return _path_of(event)
         if self._state is None:

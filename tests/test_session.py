@@ -370,3 +370,27 @@ def test_a_listener_may_save_and_one_that_hangs_does_not_keep_a_run_from_closing
         assert (run.status, run.failure) == ("stopped", None)
         assert "status stopped" in repr(open_run(run.folder))
     released.set()
+
+
+def test_a_listener_may_save_when_every_process_has_ended(folder, tmp_path):
+    held, saved = [], []
+
+    def on_step(row):
+        if row["step"] == 2:
+            until(lambda: held and held[0]._concluded.is_set(), "the end of all processes")
+            saved.append(held[0].save())
+
+    with nothing_left():
+        run = launch(small_config(folder, steps=3, run_folder=str(tmp_path / "run")), on_step=on_step)
+        held.append(run)
+        run.wait(DEADLINE)
+        assert [path.name for path in saved] == ["step-00000003"] and (saved[0] / "index.json").exists()
+        run.close()
+
+
+def test_what_a_launch_that_was_killed_left_is_not_taken_for_samples(folder, tmp_path):
+    run_folder = tmp_path / "run"
+    (run_folder / "preparing" / "samples").mkdir(parents=True)
+    with nothing_left(), launch(small_config(folder, steps=1, run_folder=str(run_folder))) as run:
+        run.wait(DEADLINE)
+    assert not (run_folder / "preparing").exists() and not (run_folder / "samples").exists()
