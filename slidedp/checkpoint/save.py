@@ -163,7 +163,7 @@ class Snapshot:
                 source.close()
             self._room.close()
         if self.error is None:
-            with contextlib.suppress(OSError):  # this one is durable, whatever became of older ones
+            with contextlib.suppress(OSError):  # this one is durable, and the next one tries again
                 prune(self._saving.folder, self._keep_last)
         self._report(
             {

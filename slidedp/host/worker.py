@@ -240,7 +240,7 @@ class OptimizerWorker:
         self._told = True
         if self._on_gpu:
             self._stored = bool(self._resident) and self.checkpoints.begins(self.step + 1)
-            # Of a stop, ranks may hear before the checkpoint has begun that this step changes.
+            # Ranks may hear of a stop before the checkpoint begins whose state this step changes.
             if self._stored or self.step + 1 in (self.config.steps, self._stops_at):
                 self._before_write_back()
             for index in sorted(self._on_gpu):  # the ranks write these from now on
