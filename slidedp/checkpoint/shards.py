@@ -15,8 +15,8 @@ from slidedp.model.units import Parameter, Unit
 
 THREADS = 4
 """Shards that are written or read at once: one thread alone is slower than a disk or a page cache."""
-PIECE = 2 * 2**20
-"""Elements that are checked and written at once."""
+PIECE = 2**20
+"""Elements that are read, checked and written at once."""
 
 
 def shard_name(unit: Unit) -> str:
@@ -32,7 +32,7 @@ def shard_tensors(unit: Unit, frozen: bool = False) -> Iterator[tuple[str, str, 
 
 
 def write_shard(file: IO[bytes], unit: Unit, source: Source) -> dict[str, int]:
-    """Writes a unit straight from where it is; returns bytes and CRC-32."""
+    """Writes a unit piece by piece; returns bytes and CRC-32."""
     header, offset = {}, 0
     for name, _, parameter in shard_tensors(unit, unit.frozen):
         end = offset + 4 * parameter.numel
@@ -43,11 +43,12 @@ def write_shard(file: IO[bytes], unit: Unit, source: Source) -> dict[str, int]:
     head = len(text).to_bytes(8, "little") + text
     crc = zlib.crc32(head)
     file.write(head)
+    buffer = np.empty(PIECE, np.float32)
     for _, kind, parameter in shard_tensors(unit, unit.frozen):
         for start, stop in _pieces(parameter):
-            with source.reading(kind, start, stop) as piece:
-                crc = zlib.crc32(piece, crc)
-                file.write(piece)
+            piece = source.read(kind, start, stop, buffer)
+            crc = zlib.crc32(piece, crc)
+            file.write(piece)
     file.flush()
     return {"bytes": len(head) + offset, "crc32": crc}
 

@@ -1,9 +1,8 @@
 """What a checkpoint reads of a unit: the state itself, or a copy once the unit has had to change."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
+import numpy as np
 import torch
 
 from slidedp.checkpoint.room import Room
@@ -16,7 +15,7 @@ KINDS = ("master", "exp_avg", "exp_avg_sq")
 
 class Source:
     """The arrays of one unit, read in pieces by the thread that writes its shard. Another thread may copy
-    them between two pieces."""
+    them meanwhile."""
 
     def __init__(self, state: HostState, unit: Unit) -> None:
         held = state.unit(unit)
@@ -24,11 +23,14 @@ class Source:
         self._lock = threading.Lock()
         self.nbytes = sum(array.nbytes for array in self._arrays.values())
 
-    @contextmanager
-    def reading(self, kind: str, start: int, stop: int) -> Iterator[memoryview]:
-        """The bytes of elements [start, stop) of an array; they stay as they are within the block."""
+    def read(self, kind: str, start: int, stop: int, into: np.ndarray) -> memoryview:
+        """Elements [start, stop) of an array, read to the beginning of `into`; their bytes there."""
+        piece = into[: stop - start]
+        # Only while it is read: a write to a file lasts as long as the disk likes, and an update that waited
+        # for those of its unit to end was seen to wait for 2 s.
         with self._lock:
-            yield self._arrays[kind][start:stop].data.cast("B")
+            np.copyto(piece, self._arrays[kind][start:stop])
+        return piece.data.cast("B")
 
     def copy(self, room: Room) -> bool:
         """From then on only a copy is read, and the unit may change. False where no memory is left."""

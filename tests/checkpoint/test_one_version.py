@@ -29,22 +29,23 @@ from tests.stream.cases import config as case
 def test_an_update_waits_for_the_shard_of_its_unit_or_copies_it(
     tmp_path, monkeypatch, schedule, spare_bytes, pieces
 ):
-    """Two shards are written no further than some `pieces` before the next step tries to update them. With
-    spare memory it goes on, and they are written of what was."""
+    """For two shards the disk takes no more than some `pieces` before the next step tries to update them.
+    With spare memory it goes on, and they are written of what was."""
     made = Bench(Layout(schedule=schedule, chunk_bytes=4096), saving=saving(tmp_path, spare_bytes))
     open_, write = threading.Event(), saving_module.write_shard
 
     def late(file, unit, source):
-        read, written = source.reading, itertools.count()
+        return write(Slow(file) if unit.index in (1, 2) else file, unit, source)
 
-        def reading(kind, start, stop):
-            if next(written) == pieces:
+    class Slow:
+        def __init__(self, file):
+            self.file, self.written = file, itertools.count()
+            self.flush = file.flush
+
+        def write(self, piece):
+            if next(self.written) == pieces:
                 assert open_.wait(DEADLINE)
-            return read(kind, start, stop)
-
-        if unit.index in (1, 2):
-            source.reading = reading
-        return write(file, unit, source)
+            self.file.write(piece)
 
     monkeypatch.setattr(saving_module, "write_shard", late)
     made.start(0)
