@@ -33,6 +33,7 @@ def losses(config: Config) -> dict[str, list[float]]:
     with launch(config) as run:
         run.wait()
         ours = [float(loss) for loss in run.metrics()["loss"]]
+    print(f"SlideDP's loss after {len(ours)} steps: {ours[-1]:.4f}; now FSDP2", file=sys.stderr)
     ranks = int(config.ranks or 1)
     measured = next(
         run_fsdp2(
