@@ -26,10 +26,15 @@ from slidedp.bench.table import row
 from slidedp.bench.zero import run_zero2
 from slidedp.layout import Layout
 
+NO_PRESET: dict[str, Any] = {
+    "size": "8B", "ranks": 1, "batch": 16, "layout": None, "fsdp2": [], "zero2": [],
+}  # fmt: skip
+"""Options whose place a preset takes, and what they are where neither is given."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Prints each measurement as it comes, and keeps all in the JSON file from the first on."""
-    asked = _parser().parse_args(arguments)
+    asked = _asked(arguments)
     wanted = PRESETS[asked.preset] if asked.preset else _preset(asked)
     found: list[dict[str, Any]] = []
     for measured in _measure(wanted, asked):
@@ -66,10 +71,11 @@ def _measure(wanted: Preset, asked: argparse.Namespace) -> Iterator[dict[str, An
         "host_memory_budget": asked.host_gib,
         "gpu_memory_budget": asked.gpu_gib,
     }
-    if asked.auto:
-        yield run_chosen(config, asked.batch, **settings)
     for batch, layouts in wanted.slidedp.items():
-        yield from run_layouts(config, batch, layouts, **settings)
+        if asked.auto:
+            yield run_chosen(config, batch, **settings)
+        if layouts:
+            yield from run_layouts(config, batch, layouts, **settings)
     largest = max([case.batch for case in wanted.fsdp2] + wanted.zero2, default=0)
     if not largest:
         return
@@ -82,7 +88,7 @@ def _measure(wanted: Preset, asked: argparse.Namespace) -> Iterator[dict[str, An
 
 def _preset(asked: argparse.Namespace) -> Preset:
     given = asked.layout or ([] if asked.auto else [{}])
-    layouts = {asked.batch: [Layout(**fields) for fields in given]} if given else {}
+    layouts = {asked.batch: [Layout(**fields) for fields in given]}
     return Preset(asked.size, asked.ranks, layouts, asked.fsdp2, asked.zero2)
 
 
@@ -91,15 +97,28 @@ def _case(text: str) -> Case:
     return Case(int(batch), activations or "none")
 
 
+def _asked(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Ends the process with one line if it is asked for what contradicts itself."""
+    parser = _parser()
+    asked = parser.parse_args(arguments)
+    given = [f"--{name}" for name in NO_PRESET if getattr(asked, name) is not None]
+    if asked.preset and given:
+        parser.error(f"--preset {asked.preset} says what is measured: leave out {', '.join(given)}")
+    for name, value in NO_PRESET.items():
+        if getattr(asked, name) is None:
+            setattr(asked, name, value)
+    return asked
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="slidedp bench", description="Measure SlideDP and its peers.")
     parser.add_argument("--preset", choices=PRESETS, help="a comparison of README")
     parser.add_argument(
-        "--size", choices=SIZES, default="8B", metavar="SIZE", help=f"Qwen3 or OLMoE: {', '.join(SIZES)} (8B)"
+        "--size", choices=SIZES, metavar="SIZE", help=f"Qwen3 or OLMoE: {', '.join(SIZES)} (8B)"
     )
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
-    parser.add_argument("--ranks", type=int, default=1, help="GPUs (1)")
-    parser.add_argument("--batch", type=int, default=16, help="sequences per rank (16)")
+    parser.add_argument("--ranks", type=int, help="GPUs (1)")
+    parser.add_argument("--batch", type=int, help="sequences per rank (16)")
     parser.add_argument("--length", type=int, default=1024, help="tokens per sequence (1024)")
     parser.add_argument("--steps", type=int, default=14, help="steps of each setting (14)")
     parser.add_argument(
@@ -109,14 +128,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--fsdp2",
         action="append",
-        default=[],
         type=_case,
         metavar="BATCH,MODE",
         help="also FSDP2; MODE: none, full, or the fraction of activations that the partitioner keeps",
     )
-    parser.add_argument(
-        "--zero2", action="append", default=[], type=int, metavar="BATCH", help="also ZeRO-2-Offload"
-    )
+    parser.add_argument("--zero2", action="append", type=int, metavar="BATCH", help="also ZeRO-2-Offload")
     parser.add_argument("--host-gib", type=float, help="host memory budget in GiB (what is free)")
     parser.add_argument("--gpu-gib", type=float, help="memory budget of each GPU in GiB (all)")
     parser.add_argument("--json", type=Path, help="write the measurements to this file")

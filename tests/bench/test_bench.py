@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from transformers import AutoConfig
 
+import slidedp.bench.__main__ as main
 from slidedp.bench.fsdp2 import Case, run_fsdp2
 from slidedp.bench.parity import losses, summary
 from slidedp.bench.presets import PRESETS
@@ -144,6 +145,36 @@ def test_every_preset_can_be_planned(name):
     for batch, layouts in wanted.slidedp.items():
         for layout in layouts:
             plan(replace(run, batch_size=batch * wanted.ranks, layout=layout)).check_layout()
+
+
+OF_NO_PRESET = (
+    "--size 4B", "--ranks 1", "--batch 2", '--layout {"window":4}', "--fsdp2 4,none", "--zero2 4",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("option", OF_NO_PRESET)
+def test_a_preset_leaves_nothing_else_to_say(option, capsys):
+    with pytest.raises(SystemExit):
+        main.main(["--preset", "8b-batch-4", *option.split()])
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "--preset 8b-batch-4" in said and f"leave out {option.split()[0]}" in said
+
+
+@pytest.mark.parametrize("arguments", ["--auto", "--auto --batch 3", "--preset 8b-batch-4 --auto"])
+def test_each_batch_is_measured_under_the_layout_that_its_run_chooses(arguments, monkeypatch):
+    asked, given = [], []
+    measured = {"system": "SlideDP", "steps": 1}
+    monkeypatch.setattr(main, "row", lambda *_: "")
+    monkeypatch.setattr(main, "run_fsdp2", lambda *_, **__: [])
+    monkeypatch.setattr(main, "run_zero2", lambda *_, **__: [])
+    monkeypatch.setattr(main, "random_samples", lambda *_: None)
+    monkeypatch.setattr(main, "run_chosen", lambda _, batch, **__: asked.append(batch) or measured)
+    monkeypatch.setattr(main, "run_layouts", lambda _, batch, *__, **___: given.append(batch) or [measured])
+    assert main.main(arguments.split()) == 0
+    if "--preset" in arguments:
+        assert asked == given == [*PRESETS["8b-batch-4"].slidedp]
+    else:
+        assert asked == [3 if "3" in arguments else 16] and not given
 
 
 def test_deepspeed_is_asked_for_by_name(model, tmp_path):
