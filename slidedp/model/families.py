@@ -277,13 +277,21 @@ def active_parameters(config: Any, sizes: dict[str, int]) -> int:
 
 def flops_per_token(model: Any, attended_length: float) -> float:
     """Floating-point operations of one trained token: 6 per parameter outside the input embedding (of
-    experts, those that a token goes to), plus causal attention (6 · layers · heads · head_dim · length,
-    the length of a token's document in the mean); no recompute counted."""
+    experts, those that a token goes to), plus causal attention (12 · heads · head_dim for each layer and
+    token seen, of a document of `attended_length` tokens in the mean); no recompute counted."""
     config = model.config
     parameters = active_parameters(config, {n: p.numel() for n, p in model.named_parameters()})
     if model.lm_head.weight is not model.model.embed_tokens.weight:
         parameters -= model.model.embed_tokens.weight.numel()
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    layers = config.num_hidden_layers
-    return 6.0 * parameters + 6.0 * layers * heads * head_dim * attended_length
+    return 6.0 * parameters + 12.0 * heads * head_dim * sum(tokens_seen(config, attended_length))
+
+
+def tokens_seen(config: Any, length: float) -> list[float]:
+    """By layer, how many tokens a token of a document of `length` tokens sees in the mean: half of them, or
+    with a window that slides, what it lets through."""
+    slides = [kind.removesuffix(UNTURNED) == SLIDING for kind in layer_kinds(config)]
+    # The window is not full yet for the first tokens of a document.
+    windows = [min(config.sliding_window, length) if sliding else length for sliding in slides]
+    return [window - window**2 / 2 / length for window in windows]

@@ -9,7 +9,7 @@ import torch
 from slidedp.config import Data
 from slidedp.host.state import HostState
 from slidedp.model.documents import within_window
-from slidedp.model.families import load_config, skeleton
+from slidedp.model.families import flops_per_token, load_config, skeleton
 from slidedp.model.load import fill_random
 from slidedp.model.loss import linear_cross_entropy, summed_cross_entropy
 from slidedp.model.units import units_of
@@ -66,6 +66,22 @@ def test_a_window_is_as_wide_as_transformers_has_it():
     assert [row.nonzero()[:, 0].tolist() for row in seen] == [
         [0], [0, 1], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 5],
     ]  # fmt: skip
+
+
+def test_attention_costs_what_a_window_lets_through():
+    """Counted in the masks, but for the half of a token's own place that a triangle leaves out."""
+    shape = load_config(config(some_layout(Random(0), ROUTES[0]), kind="gemma3_text").model)
+    heads, kinds = shape.num_attention_heads * shape.head_dim, shape.layer_types
+    assert {*kinds} == {"full_attention", "sliding_attention"}
+    length = 64 * shape.sliding_window
+    everything = torch.ones(length, length, dtype=torch.bool).tril()
+    window = within_window(shape.sliding_window, length, torch.device("cpu"))
+    seen = {"full_attention": everything, "sliding_attention": window}
+    pairs = sum(float(seen[kind].sum()) - length / 2 for kind in kinds)
+    model, short = skeleton(shape), shape.sliding_window  # where the window hides nothing
+    more = pairs / length - len(kinds) * short / 2
+    found = flops_per_token(model, length) - flops_per_token(model, short)
+    assert found == pytest.approx(12 * heads * more, rel=0.01)
 
 
 def test_bent_logits_have_autograds_gradient():
