@@ -139,6 +139,18 @@ class AutoPolicy:
         self.records[index:] = [record]
         return record
 
+    def stay(self, layout: Layout, why: str) -> None:
+        """`layout` runs, and what `measure` has chosen cannot be taken, for the reason `why`: replaces that
+        choice and takes back what follows; `decide` goes on from there."""
+        index = list(STAGES).index("measure")
+        record = self.records[index]
+        running = dataclasses.replace(self.candidates.of(layout), note="the layout that runs")
+        self.records[index:] = [
+            dataclasses.replace(
+                record, candidates=(*record.candidates, running), chosen=len(record.candidates), why=why
+            )
+        ]
+
     def save(self, path: str | Path) -> None:
         """Writes the records as JSON; see slidedp.policy.records.load_records."""
         save_records(self.records, path)

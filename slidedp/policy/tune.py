@@ -72,12 +72,20 @@ class Tuner:
             if self.rates.synchronous:
                 rates = calibrated(self.rates, self.policy.workload, run.layout, run.log, CALIBRATION)
                 self.policy = AutoPolicy(self._planned, rates, self.trial, self._spent)
-            while self.policy.decide() is not None:
-                self.policy.save(run.folder / POLICY)
-            self._switch(self.policy.layout)
+            self._decide()
+            try:
+                self._switch(self.policy.layout)
+            except ConfigError as error:  # the host has less room than when it was tried, for one
+                self.policy.stay(run.layout, f"{self.policy.layout!r} cannot be taken: {error}")
+                self._decide()
         except RunOver:
             pass  # the records say how far it came
         return self.policy
+
+    def _decide(self) -> None:
+        """Takes all decisions that are left; the records so far are in the run folder."""
+        while self.policy.decide() is not None:
+            self.policy.save(self._run.folder / POLICY)
 
     def trial(self, layout: Layout) -> Trial:
         """Runs a few steps under `layout`. ConfigError where the host has no room to switch to it."""

@@ -17,6 +17,7 @@ from slidedp.policy.auto import FIELDS, STAGES, AutoPolicy
 from slidedp.policy.calibrate import THREADS, calibrated
 from slidedp.policy.candidates import GPU_SHARE, Trial
 from slidedp.policy.demands import demands
+from slidedp.policy.drift import DriftWatch
 from slidedp.policy.flips import TIE
 from slidedp.policy.machines import H200, MACHINES
 from slidedp.policy.probe import cache_folder, probe, read_rates, write_rates
@@ -298,6 +299,27 @@ def test_only_rates_of_cpu_ranks_are_corrected_at_the_start(tmp_path, monkeypatc
     with nothing_left(), launch(config) as run:
         policy = Tuner(run, planned, rates).tune()
     assert policy.done and policy.rates == (other if synchronous else rates)
+
+
+def test_a_choice_that_is_refused_after_all_leaves_the_run_as_it_is(tmp_path, monkeypatch):
+    """Its host memory was given away, say, between the trials and the end: the watch goes on with the layout
+    that runs."""
+    config = small_config(tmp_path, run_folder=str(tmp_path / "run"))
+    planned = plan(config)
+    with nothing_left(), launch(config) as run:
+        tuner = Tuner(run, planned, H200.rates(workload_of(planned)))
+        started = run.layout
+        tuner.policy.trial = lambda layout: Trial(2.0 if layout == started else 1.0, 6, 6.0)
+
+        def refuse(layout: Layout) -> None:
+            raise ConfigError("set_layout: there is no room")
+
+        monkeypatch.setattr(run, "set_layout", refuse)
+        policy = tuner.tune()
+        assert policy.done and policy.layout == run.layout == started
+        records = load_records(tmp_path / "run" / POLICY)
+        assert records == policy.records and "there is no room" in records[-2].why
+        assert DriftWatch(run.log, policy).look() is None  # what `follow` goes on to
 
 
 def test_a_timeline_corrects_compute(tuned):
