@@ -2,9 +2,8 @@
 
 On virtual machines whose hosts hand out memory when it is first used, copying to fresh pages went at
 0.9 GB/s (2 cores) and at 5 to 10 GB/s (16 cores); to pages that had been used before, at 17 GB/s (2 cores).
-An update waits for the copy of its unit. For fresh pages waits a thread that is in no hurry. It writes to
-them itself: on 16 cores, pages that only madvise(MADV_POPULATE_WRITE) had been through were filled at 12
-to 15 GB/s, hardly faster than fresh ones.
+An update waits for the copy of its unit. For fresh pages waits a thread that is in no hurry: copies to
+what it has written to go at 28 to 51 GB/s (16 cores).
 """
 
 import ctypes
