@@ -4,7 +4,6 @@ The same class writes those of a live run and reads those of a finished one.
 """
 
 import contextlib
-import fcntl
 import json
 import sys
 import threading
@@ -45,8 +44,6 @@ class EventLog:
         self._file: Any = None
         self._written, self._unwritten = 0, bytearray()
         """Bytes of the file, and what the disk has not taken yet."""
-        self._held: Any = None
-        """The open file whose lock says that a run goes on."""
         self.trouble: str | None = None
         """Why events wait in memory."""
 
@@ -90,11 +87,8 @@ class EventLog:
             raise ConfigError(f"{folder}: {RUN} or {EVENTS} is not as a run wrote it ({error})") from error
 
     def _open(self) -> None:
-        """From here on, events go to the file, and the folder is this run's alone."""
+        """From here on, events go to the file."""
         self._file = open(self.folder / EVENTS, "ab", buffering=0)  # noqa: SIM115 (open as long as the run)
-        self._held = open(self.folder / RUN, "rb")  # noqa: SIM115
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def add(self, event: dict[str, Any]) -> None:
         """Appends an event, to the file too while the run goes on. What a full disk does not take waits in
@@ -147,7 +141,6 @@ class EventLog:
             if self._file is not None:
                 self._write()
                 self._file.close()
-                self._held.close()
                 self._file = None
 
     def events(self, kind: str) -> list[dict[str, Any]]:
@@ -171,15 +164,3 @@ def _lines(file: Path) -> Iterator[bytes]:
 def _done(event: dict[str, Any]) -> int:
     """1 if the event's `step` counts the steps done, as a checkpoint's; 0 if it is the step's own number."""
     return int(event["kind"] == "checkpoint")
-
-
-def goes_on(folder: Path) -> bool:
-    """Whether a process of this machine writes to the run folder; False where files cannot be locked."""
-    try:
-        with open(folder / RUN, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False

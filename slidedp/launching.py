@@ -16,7 +16,8 @@ from slidedp.config import Config
 from slidedp.data.prepare import check_samples, is_prepared, prepare, prepare_held_out, sources
 from slidedp.data.samples import Samples
 from slidedp.errors import ConfigError, reason
-from slidedp.events import RUN, goes_on
+from slidedp.events import RUN
+from slidedp.hold import Hold
 from slidedp.host.state import HostState
 from slidedp.model.load import fill_random, load_pretrained
 from slidedp.model.save import write_assets
@@ -40,28 +41,26 @@ class Material(NamedTuple):
     """Of `data.eval_path`."""
 
 
-def new_run_folder(config: Config, source: Path | None) -> Path:
-    """Where the run will write, which may not exist. It holds no run yet, or the one that goes on from its
-    checkpoint `source`."""
-    folder = Path(config.run_folder or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S-%f")).absolute()
+def run_folder(config: Config) -> Path:
+    """Where the run will write, which may not exist."""
+    return Path(config.run_folder or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S-%f")).resolve()
+
+
+def check_run_folder(folder: Path, config: Config, source: Path | None) -> None:
+    """Refuses a folder that holds another run than the one that goes on from its checkpoint `source`."""
     if not (folder / RUN).exists():
-        return folder
-    if source is None or source.parent != folder / CHECKPOINTS:
+        return
+    if source is None or source.parent.resolve() != folder / CHECKPOINTS:
         remedy = "give another folder"
         if source is None and checkpoints(folder / CHECKPOINTS):
             remedy += ", or resume='latest' to go on with it"
         raise ConfigError(f"run_folder={config.run_folder!r}: holds a run already: {remedy}")
-    if goes_on(folder):
-        raise ConfigError(
-            f"run_folder={config.run_folder!r}: a run writes there now: stop it first, or give another folder"
-        )
     ranks = RunLog.read(folder).description["ranks"]
     if ranks != config.ranks:
         raise ConfigError(
             f"run_folder={config.run_folder!r}: holds the metrics of {ranks} rank(s), this run has "
             f"{config.ranks}: give another run_folder, or set ranks={ranks}"
         )
-    return folder
 
 
 def prepare_data(preflight: Plan, source: Path | None, folder: Path, tokenizer: Any) -> Material:
@@ -132,24 +131,32 @@ def no_file_for_the_world() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def nothing_left_on_failure(folder: Path) -> Iterator[None]:
-    """Makes the run folder. Removes what a launch that fails has written there, and the folder if new."""
+def held(folder: Path) -> Iterator[Hold]:
+    """Makes the run folder and holds it. A launch that fails removes what it has written there, and the
+    folder if new, and lets go of it; else that is for the run to do."""
     new = [path for path in (folder, *folder.parents) if not path.exists()]
-    before = set(folder.iterdir()) if folder.is_dir() else set()
+
+    def remove_new() -> None:
+        with contextlib.suppress(OSError):  # never made, or another run uses it by now
+            for path in new:
+                path.rmdir()
+
     try:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"run_folder={str(folder)!r}: {error.strerror}: give another folder that can be written"
-            ) from error
-        yield
+        folder.mkdir(parents=True, exist_ok=True)
+        hold = Hold(folder)
+    except OSError as error:
+        remove_new()
+        raise ConfigError(
+            f"run_folder={str(folder)!r}: {error.strerror}: give another folder that can be written"
+        ) from error
+    before = set(folder.iterdir())
+    try:
+        yield hold
     except BaseException:
         for path in set(folder.iterdir()) - before if folder.is_dir() else ():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        with contextlib.suppress(OSError):  # a parent that another run uses by now
-            for path in new:
-                path.rmdir()
+        remove_new()
+        hold.close()
         raise
 
 

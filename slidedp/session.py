@@ -21,19 +21,21 @@ from slidedp.checkpoint.save import Saving, Snapshot
 from slidedp.config import DTYPES, Config
 from slidedp.errors import ConfigError
 from slidedp.events import say
+from slidedp.hold import Hold
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.messages import Profile, Save, SetLayout, Stop
 from slidedp.host.start import import_ahead
 from slidedp.host.state import HostState
 from slidedp.launching import (
     Material,
+    check_run_folder,
     fill_state,
+    held,
     load_tokenizer,
-    new_run_folder,
     no_file_for_the_world,
-    nothing_left_on_failure,
     open_log,
     prepare_data,
+    run_folder,
 )
 from slidedp.layout import Layout
 from slidedp.listener import Listener
@@ -97,20 +99,21 @@ def launch(
     if resume is not None:
         source = find(resume, config.run_folder)
         start = resuming.check(source, preflight.units, config)
-    folder = new_run_folder(config, source)
-    import_ahead()  # while the data is prepared
-    tokenizer = load_tokenizer(config)
-    if source is None and isinstance(config.model, str) and not config.random_weights:
-        check_pretrained(preflight.units, config.model)
-    with no_file_for_the_world(), nothing_left_on_failure(folder):
+    folder = run_folder(config)
+    with no_file_for_the_world(), held(folder) as hold:
+        check_run_folder(folder, config, source)
+        import_ahead()  # while the data is prepared
+        tokenizer = load_tokenizer(config)
+        if source is None and isinstance(config.model, str) and not config.random_weights:
+            check_pretrained(preflight.units, config.model)
         material = prepare_data(preflight, source, folder, tokenizer)
         if not config.tune:
-            return Run(preflight, folder, material, source, start, on_step)
+            return Run(preflight, folder, hold, material, source, start, on_step)
         begun = time.monotonic()
         rates = probe(preflight)
         predicted = AutoPolicy(preflight, rates).decide_all()
         spent = time.monotonic() - begun
-        run = Run(under(preflight, predicted), folder, material, source, start, on_step)
+        run = Run(under(preflight, predicted), folder, hold, material, source, start, on_step)
         run.tune(rates, preflight, spent)
         return run
 
@@ -124,13 +127,15 @@ class Run:
         self,
         preflight: Plan,
         folder: Path,
+        hold: Hold,
         material: Material,
         source: Path | None,
         start: Progress,
         on_step: Callable[[dict[str, Any]], None] | None = None,
     ) -> None:
-        """`source`: the checkpoint to start from, which stands at `start`."""
+        """`hold`: on `folder`, closed at the end; `source`: the checkpoint to start from, at `start`."""
         self.plan, self.folder, self.tokenizer = preflight, folder, material.tokenizer
+        self._hold = hold
         self._device_limit = preflight.device_limit  # before the run took its own memory
         self._most_on_device = sum(preflight.device.values())
         self.config = config = preflight.config
@@ -287,6 +292,7 @@ class Run:
             landing.close()
         self._landings.clear()
         remove_partial(self._saving.folder)  # of a worker that was killed
+        self._hold.close()
 
     # --- what a user does -------------------------------------------------------------------------
 

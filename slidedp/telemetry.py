@@ -9,7 +9,8 @@ import numpy as np
 import pandas as pd
 
 from slidedp.config import Config
-from slidedp.events import EventLog, goes_on
+from slidedp.events import EventLog
+from slidedp.hold import is_held
 from slidedp.tables import html_table
 
 PEAK_TFLOPS = {
@@ -50,7 +51,7 @@ class RunLog(EventLog):
     def status(self) -> str:
         """`running`, `finished`, `stopped`, `failed`, or `broken off`: its launcher was killed."""
         ends = self.events("end")
-        return ends[-1]["status"] if ends else "running" if goes_on(self.folder) else "broken off"
+        return ends[-1]["status"] if ends else "running" if is_held(self.folder) else "broken off"
 
     @property
     def steps_done(self) -> int:

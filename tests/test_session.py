@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from slidedp import ConfigError, Layout, Optimizer, RunFailed, launch, open_run
+from slidedp.hold import Hold
 from slidedp.host.memory import pss_bytes
 from slidedp.policy.machines import H200
 from slidedp.policy.tune import Tuner
@@ -386,6 +387,30 @@ def test_a_listener_may_save_when_every_process_has_ended(folder, tmp_path):
         run.wait(DEADLINE)
         assert [path.name for path in saved] == ["step-00000003"] and (saved[0] / "index.json").exists()
         run.close()
+
+
+def test_of_two_launches_into_one_folder_one_is_refused_and_changes_nothing(folder, tmp_path):
+    """One launch holds the folder, as while it prepares its data, when the other begins."""
+    there = tmp_path / "run"
+    config = small_config(folder, steps=2, run_folder=str(there))
+
+    def content():
+        return {path: path.read_bytes() for path in there.rglob("*") if path.is_file()}
+
+    def refused(**resume):
+        hold, before = Hold(there), content()
+        with pytest.raises(ConfigError, match="a run writes there now: stop it first"):
+            launch(replace(config, steps=4), **resume)
+        assert content() == before
+        hold.close()
+
+    there.mkdir()
+    refused()
+    with nothing_left(), launch(config) as run:
+        assert run.wait(DEADLINE).save().exists()
+    refused(resume="latest")
+    with nothing_left(), launch(replace(config, steps=4), resume="latest") as run:
+        assert run.wait(DEADLINE).metrics().index.tolist() == [0, 1, 2, 3]
 
 
 def test_what_a_launch_that_was_killed_left_is_not_taken_for_samples(folder, tmp_path):

@@ -16,7 +16,7 @@ from slidedp.checkpoint.resume import check, check_samples, load, verify
 from slidedp.data.samples import Samples, write_samples
 from slidedp.data.stdlib import stdlib_files, train_tokenizer
 from slidedp.host.state import HostState, state_bytes
-from slidedp.launching import nothing_left_on_failure, prepare_data
+from slidedp.launching import held, prepare_data
 from slidedp.model.units import Parameter, Unit
 from tests.checkpoint.contents import CONFIG, SIZES, loaded
 from tests.host.bench import make_units
@@ -110,7 +110,7 @@ def test_refused_data_leave_those_of_the_run(tmp_path, good):
         device="cpu",
     )
     tokenizer = train_tokenizer(stdlib_files(50_000), 300)
-    with pytest.raises(ConfigError, match="the checkpoint was written with 9"), nothing_left_on_failure(run):
+    with pytest.raises(ConfigError, match="the checkpoint was written with 9"), held(run):
         prepare_data(plan(config), good, run, tokenizer)
     assert list(run.iterdir()) == [run / "samples"]
     assert (Samples(run / "samples").input_ids == samples).all()
