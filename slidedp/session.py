@@ -143,8 +143,8 @@ class Run:
         self.status = "starting"
         """`starting`, `running`, `finished`, `stopped` or `failed`."""
         self.failure: str | None = None
-        self.trouble: str | None = None
-        """What is wrong while the run goes on: a process that is stalled, and where; or too little memory."""
+        self._troubles: dict[str, str] = {}
+        """Of what kind -> what is wrong while the run goes on."""
         model = skeleton(preflight.model)
         flops = flops_per_token(model, material.samples.attended_length())
         self._landings: list[Landing] = []
@@ -257,9 +257,17 @@ class Run:
             if len(here) == self._processes.ranks:  # no rank maps the old memory any more
                 while len(self._landings) > 1:
                     self._landings.pop(0).close()
-        elif event["kind"] in ("stall", "stall_over", "memory_low", "memory_enough"):
-            self.trouble = event["text"] if event["kind"] in ("stall", "memory_low") else None
+        elif event["kind"] in ("stall", "memory_low"):
+            self._troubles[event["process"] if event["kind"] == "stall" else "memory"] = event["text"]
             say(event["text"])
+        elif event["kind"] in ("stall_over", "memory_enough"):
+            self._troubles.pop(event["process"] if event["kind"] == "stall_over" else "memory", None)
+            say(event["text"])
+        elif event["kind"] == "checkpoint":
+            self._troubles.pop("checkpoint", None)
+            if event["error"] is not None:
+                self._troubles["checkpoint"] = _failed(event)
+                say(_failed(event))
         elif event["kind"] == "diverged":
             self._diverged = event["text"]
         elif event["kind"] == "loss_not_finite" and self.layout.schedule == "in_backward":
@@ -341,6 +349,12 @@ class Run:
             raise
         await asyncio.sleep(0.3)  # a dashboard shows the end before the next cell blocks the loop
         return self._checked()
+
+    @property
+    def trouble(self) -> str | None:
+        """What is wrong while the run goes on: a process that is stalled, and where; too little memory; a
+        checkpoint that could not be written."""
+        return "; ".join(self._troubles.copy().values()) or None
 
     @property
     def running(self) -> bool:
@@ -536,5 +550,9 @@ class Run:
 
 def _path_of(event: dict[str, Any]) -> Path:
     if event["error"] is not None:
-        raise CheckpointFailed(f"the checkpoint of step {event['step']} failed: {event['error']}")
+        raise CheckpointFailed(_failed(event))
     return Path(event["path"])
+
+
+def _failed(event: dict[str, Any]) -> str:
+    return f"the checkpoint of step {event['step']} failed: {event['error']}"

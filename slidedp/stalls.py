@@ -29,6 +29,8 @@ class StallWatch:
         """When a process was last seen to be about something else than before: a step may be long, and an
         evaluation ends none."""
         self._asked: float | None = None
+        self._ended = False
+        """Whether a process has ended: it has done its steps, and the others may still save for minutes."""
 
     def alive(self, index: int, doing: dict[str, tuple], now: float) -> None:
         """A sign of life: thread -> (step, unit, what it does)."""
@@ -38,6 +40,7 @@ class StallWatch:
         self._doing[index] = doing
 
     def ended(self, index: int) -> None:
+        self._ended = True
         self._heard.pop(index, None)
         self._stalled.pop(index, None)
 
@@ -74,7 +77,7 @@ class StallWatch:
         return events
 
     def _behind(self, now: float) -> bool:
-        if len(self._stepped) < 3:
+        if len(self._stepped) < 3 or self._ended:
             return False
         longest = max(b - a for a, b in zip(self._stepped, self._stepped[1:], strict=False))
         return now - max(self._stepped[-1], self._moved) > max(BEHIND, LONGEST * longest)

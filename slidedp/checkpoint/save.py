@@ -33,6 +33,7 @@ from slidedp.checkpoint.room import Room
 from slidedp.checkpoint.shards import THREADS, shard_name, write_shard
 from slidedp.checkpoint.source import Source
 from slidedp.config import Checkpoint
+from slidedp.errors import ConfigError
 from slidedp.host import kernels
 from slidedp.host.memory import available_bytes
 from slidedp.host.process import yield_cores
@@ -154,8 +155,7 @@ class Snapshot:
             self._write_index()
             publish(self._partial, self.path)
         except Exception as error:  # a full disk, for one: the run goes on without this checkpoint
-            what = error.strerror if isinstance(error, OSError) else repr(error)
-            self.error = f"{self._saving.folder}: {what}"
+            self.error = f"{self._saving.folder}: {_what(error)}"
             shutil.rmtree(self._partial, ignore_errors=True)
         finally:
             self._release()
@@ -208,11 +208,17 @@ class Snapshot:
             self._changed.notify_all()
 
     def _copy_assets(self) -> None:
-        target = self._partial / ASSETS
-        target.mkdir()
-        for source in sorted(self._saving.assets.iterdir()):
-            self._put(f"{ASSETS}/{source.name}", source.read_bytes())
-        fsync(target)
+        folders = [self._partial / ASSETS]
+        folders[0].mkdir()
+        for source in sorted(self._saving.assets.rglob("*")):  # several chat templates have a folder
+            name = Path(ASSETS) / source.relative_to(self._saving.assets)
+            if source.is_dir():
+                folders.append(self._partial / name)
+                folders[-1].mkdir()
+            else:
+                self._put(str(name), source.read_bytes())
+        for folder in folders:
+            fsync(folder)
 
     def _write_index(self) -> None:
         content = {
@@ -231,6 +237,12 @@ class Snapshot:
             file.flush()
             os.fsync(file.fileno())
         self._files[name] = {"bytes": len(content), "crc32": zlib.crc32(content)}
+
+
+def _what(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return str(error.strerror)
+    return str(error) if isinstance(error, ConfigError) else repr(error)
 
 
 class Checkpointer:

@@ -10,6 +10,7 @@ import numpy as np
 
 from slidedp.checkpoint.folder import INDEX, damaged
 from slidedp.checkpoint.source import KINDS, Source
+from slidedp.errors import ConfigError
 from slidedp.host.state import HostState
 from slidedp.model.units import Parameter, Unit
 
@@ -32,7 +33,8 @@ def shard_tensors(unit: Unit, frozen: bool = False) -> Iterator[tuple[str, str, 
 
 
 def write_shard(file: IO[bytes], unit: Unit, source: Source) -> dict[str, int]:
-    """Writes a unit piece by piece; returns bytes and CRC-32."""
+    """Writes a unit piece by piece; returns bytes and CRC-32. ConfigError for a value that is not finite: the
+    state is spoiled, and no checkpoint of it may take the place of a good one."""
     header, offset = {}, 0
     for name, _, parameter in shard_tensors(unit, unit.frozen):
         end = offset + 4 * parameter.numel
@@ -47,8 +49,10 @@ def write_shard(file: IO[bytes], unit: Unit, source: Source) -> dict[str, int]:
     for _, kind, parameter in shard_tensors(unit, unit.frozen):
         for start, stop in _pieces(parameter):
             piece = source.read(kind, start, stop, buffer)
-            crc = zlib.crc32(piece, crc)
-            file.write(piece)
+            if not np.isfinite(piece).all():
+                raise ConfigError(f"{kind} of {parameter.name} is not finite: resume from one before")
+            crc = zlib.crc32(piece.data, crc)
+            file.write(piece.data)
     file.flush()
     return {"bytes": len(head) + offset, "crc32": crc}
 

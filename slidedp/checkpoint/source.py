@@ -23,14 +23,14 @@ class Source:
         self._lock = threading.Lock()
         self.nbytes = sum(array.nbytes for array in self._arrays.values())
 
-    def read(self, kind: str, start: int, stop: int, into: np.ndarray) -> memoryview:
-        """Elements [start, stop) of an array, read to the beginning of `into`; their bytes there."""
+    def read(self, kind: str, start: int, stop: int, into: np.ndarray) -> np.ndarray:
+        """Elements [start, stop) of an array, read to the beginning of `into`, which is returned."""
         piece = into[: stop - start]
         # Only while it is read: a write to a file lasts as long as the disk likes, and an update that waited
         # for those of its unit to end was seen to wait for 2 s.
         with self._lock:
             np.copyto(piece, self._arrays[kind][start:stop])
-        return piece.data.cast("B")
+        return piece
 
     def copy(self, room: Room) -> bool:
         """From then on only a copy is read, and the unit may change. False where no memory is left."""

@@ -18,7 +18,7 @@ from slidedp.host.state import HostState
 from slidedp.model.units import Parameter, Unit
 from tests.checkpoint.contents import CONFIG, SIZES, arrays, loaded
 from tests.host.bench import make_units
-from tests.killing import filled, save, save_and_die
+from tests.killing import filled, save, save_and_die, saving
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -28,15 +28,16 @@ from tests.killing import filled, save, save_and_die
     seed=st.integers(0, 2**32 - 1),
 )
 def test_any_bits_come_back(tmp_path_factory, dtype, sizes, seed):
-    """NaNs with payload, infinities, denormals and negative zero among them."""
+    """Denormals, negative zero and the largest values among them."""
     folder, units = tmp_path_factory.mktemp("any"), make_units(sizes)
     state = HostState(units, dtype)
     bits = np.random.default_rng(seed)
     for unit in units:
         for array in state.unit(unit)[:3]:
             for p in unit.parameters:
-                values = bits.integers(0, 2**32, p.numel, np.uint32)
-                array[p.offset : p.offset + p.numel] = values.view(np.float32)
+                values = bits.integers(0, 2**32, p.numel, np.uint32).view(np.float32)
+                values[~np.isfinite(values)] = np.finfo(np.float32).max
+                array[p.offset : p.offset + p.numel] = values
     state.refresh_working()
     event = save(state, 7, folder)
     assert event["error"] is None and event["path"] == str(folder / "step-00000007")
@@ -44,6 +45,35 @@ def test_any_bits_come_back(tmp_path_factory, dtype, sizes, seed):
     verify(folder / "step-00000007")
     state.close()
     shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_a_spoiled_state_takes_no_good_checkpoints_place(tmp_path, kind, value):
+    state = filled(make_units(SIZES), 1)
+    assert save(state, 1, tmp_path)["error"] is None
+    unit = state.units[2]
+    state.unit(unit)[kind][unit.parameters[-1].offset + 3] = value
+    event = save(state, 2, tmp_path)  # it would prune the one before
+    name = unit.parameters[-1].name
+    assert f" of {name} is not finite: resume from one before" in event["error"]
+    assert [path.name for path in tmp_path.glob("*step*")] == ["step-00000001"]
+    verify(tmp_path / "step-00000001")
+    state.close()
+
+
+def test_assets_may_have_folders(tmp_path):
+    """Those of a tokenizer with several chat templates do."""
+    state = filled(make_units(SIZES), 1)
+    made = saving(tmp_path)
+    (made.assets / "templates" / "more").mkdir(parents=True)
+    for name in ("tokenizer.json", "templates/chat.jinja", "templates/more/tools.jinja"):
+        (made.assets / name).write_text(name)
+    assert save(state, 1, tmp_path)["error"] is None
+    there = tmp_path / "step-00000001" / "assets"
+    assert (there / "templates" / "more" / "tools.jinja").read_text() == "templates/more/tools.jinja"
+    verify(tmp_path / "step-00000001")
+    state.close()
 
 
 def test_tensors_are_known_by_their_names(tmp_path):

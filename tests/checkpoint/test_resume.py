@@ -61,8 +61,10 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path, capsys):
         with pytest.raises(CheckpointFailed, match="File too large"):
             run.save()
         assert list(saved.iterdir()) == [first] and verify(first) is None
+        assert "failed: " in run.trouble and run.trouble in capsys.readouterr().err
         resource.prlimit(worker, resource.RLIMIT_FSIZE, limits)
         second = run.save()
+        assert run.trouble is None
         assert list(saved.iterdir()) == [second] and run.running
         until(lambda: run._progress.step > check_step(second) + 2, "some steps more")
         os.kill(next(iter(run._processes)).pid, signal.SIGKILL)

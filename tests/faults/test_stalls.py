@@ -106,6 +106,15 @@ def test_a_long_evaluation_is_no_stall():
     assert texts(events) == [("stall", "the run")]
 
 
+def test_a_long_save_at_the_end_is_no_stall():
+    """Ranks have ended, and the worker still writes."""
+    made = watch()
+    assert asked(made, 20.0, stepping=True) == []
+    made.ended(0)
+    made.ended(1)
+    assert asked(made, 20.0 + 10 * BEHIND, 20.0, talking=(2,)) == []
+
+
 def test_first_steps_and_a_new_layout_may_take_their_time():
     made = watch()
     assert asked(made, 10 * BEHIND) == []
