@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from slidedp.config import Config
 from slidedp.errors import ConfigError
@@ -22,7 +23,7 @@ from slidedp.policy.flips import TIE, flip
 from slidedp.policy.rates import Rates
 from slidedp.policy.records import Candidate, Record, save_records
 from slidedp.policy.words import NAMES, WAITS, describe, describe_modes
-from slidedp.preflight import Plan, plan
+from slidedp.preflight import Plan, frugal, plan
 
 CHUNKS = tuple(2**20 * mib for mib in (8, 16, 32, 64, 128, 256, 512))
 WINDOWS = (3, 4, 6)
@@ -35,7 +36,7 @@ NEAR = 1.15
 """No layout is tried whose prediction is longer than the best one's by more than this factor."""
 STAGES = {
     "route": "How do parameters reach the GPUs, and gradients the host?",
-    "update": "When and where are units updated?",
+    "update": "When and where are units updated, and is the vocabulary in pieces to make room for it?",
     "buffers": "Which chunk size, window and number of gradient buffers?",
     "activations": "What does each layer leave for its backward?",
     "measure": "Which of the best predictions is fastest in real steps?",
@@ -43,7 +44,7 @@ STAGES = {
 }
 FIELDS = {
     "route": ("delivery", "reduction", "transport"),
-    "update": ("schedule", "landing", "gpu_updates", "resident_updates"),
+    "update": ("schedule", "landing", "gpu_updates", "resident_updates", "vocabulary_pieces"),
     "buffers": ("chunk_bytes", "window", "gradient_slots"),
     "activations": ("activations", "partial_budget"),
 }
@@ -168,41 +169,17 @@ class AutoPolicy:
                 early = dataclasses.replace(now, schedule="in_backward", landing="full")
                 now = early if self.candidates.fit(early) else now
             if self.workload.ranks == 1:
-                yield self.candidates.filled(now), "the only rank copies all itself"
+                yield self._routed(now), "the only rank copies all itself"
                 return
             for delivery in DELIVERIES:
                 for reduction in REDUCTIONS:
-                    count = now.gpu_updates if reduction == "gpu" else 0
-                    layout = dataclasses.replace(
-                        now,
-                        delivery=delivery,
-                        reduction=reduction,
-                        gpu_updates=count,
-                        resident_updates=min(count, now.resident_updates),
-                    )
-                    yield self.candidates.filled(layout), f"{delivery} + {reduction}"
+                    routed = self._routed(now, delivery=delivery, reduction=reduction)
+                    yield routed, f"{delivery} + {reduction}"
         elif stage == "update":
-            clips = self.plan.config.optimizer.clip_norm is not None
-            ways = [("in_forward", "full", "in_forward")]
-            if not clips:
-                ways += [
-                    ("in_backward", "full", "in_backward"),
-                    ("in_backward", "ring", "in_backward, ring"),
-                ]
-            for schedule, landing, name in ways:
-                for count in self._gpu_updates(now):
-                    if landing == "ring" and count == self.workload.layers + 2:
-                        continue  # nothing lands
-                    for resident in sorted({0, count}):
-                        layout = dataclasses.replace(
-                            now,
-                            schedule=schedule,
-                            landing=landing,
-                            gpu_updates=count,
-                            resident_updates=resident,
-                        )
-                        where = f", {count} on GPUs" if count else ""
-                        yield self.candidates.filled(layout), name + where + ", resident" * bool(resident)
+            for pieces in self._pieces(now):
+                cut = f", vocabulary in {pieces} pieces" if pieces != self.start.vocabulary_pieces else ""
+                for layout, note in self._ways(dataclasses.replace(now, vocabulary_pieces=pieces)):
+                    yield layout, note + cut
         elif stage == "buffers":
             for chunk in self._chunk_sizes(now):
                 for window in sorted({*WINDOWS, now.window, self.workload.layers}):  # the last: all stay
@@ -215,6 +192,62 @@ class AutoPolicy:
         elif stage == "activations":
             for layout in self.candidates.mixes(now):
                 yield layout, describe_modes(layout, self.workload.layers)
+
+    def _suited(self, layout: Layout) -> dict[int, Layout]:
+        """A route, by the pieces of the vocabulary, with about the updates that suit it: one that updates on
+        the GPUs would otherwise be judged by what the worker makes of it. Only what fits."""
+        units, counts = self.workload.layers + 2, {0}
+        if layout.reduction == "gpu":
+            counts.add(self.candidates.lightest.gpu_updates)  # nothing less may fit
+            if self.rates.gpu_update:
+                counts |= {units // 2, units}
+        found = {}
+        for pieces in sorted({self.start.vocabulary_pieces, frugal(self.plan.model).vocabulary_pieces}):
+            ways = [
+                dataclasses.replace(
+                    layout, vocabulary_pieces=pieces, gpu_updates=count, resident_updates=resident
+                )
+                for count in sorted(counts)
+                for resident in sorted({0, count})
+            ]
+            if best := self.candidates.best(map(self.candidates.filled, ways)):
+                found[pieces] = best
+        return found
+
+    def _routed(self, layout: Layout, **route: str) -> Layout:
+        """A layout on another route, as it suits the machine best; as it is if nothing fits."""
+        fields: dict[str, Any] = route | {"gpu_updates": 0, "resident_updates": 0}
+        layout = dataclasses.replace(layout, **fields)
+        return self.candidates.best(self._suited(layout).values()) or layout
+
+    def _pieces(self, layout: Layout) -> list[int]:
+        """Pieces of the vocabulary with which the route may be best once its updates are decided."""
+        seconds = {n: self.candidates.expected(best) for n, best in self._suited(layout).items()}
+        near = (n for n in seconds if seconds[n] <= NEAR * min(seconds.values()))
+        return sorted({layout.vocabulary_pieces, *near})
+
+    def _ways(self, now: Layout) -> Iterator[tuple[Layout, str]]:
+        """Schedules and places of updates, and what sets each apart."""
+        schedules = [("in_forward", "full", "in_forward")]
+        if self.plan.config.optimizer.clip_norm is None:
+            schedules += [
+                ("in_backward", "full", "in_backward"),
+                ("in_backward", "ring", "in_backward, ring"),
+            ]
+        for schedule, landing, name in schedules:
+            for count in self._gpu_updates(now):
+                if landing == "ring" and count == self.workload.layers + 2:
+                    continue  # nothing lands
+                for resident in sorted({0, count}):
+                    layout = dataclasses.replace(
+                        now,
+                        schedule=schedule,
+                        landing=landing,
+                        gpu_updates=count,
+                        resident_updates=resident,
+                    )
+                    where = f", {count} on GPUs" if count else ""
+                    yield self.candidates.filled(layout), name + where + ", resident" * bool(resident)
 
     def _chunk_sizes(self, layout: Layout) -> list[int]:
         """Chunk sizes that cut a layer differently; the layout's own among them."""
@@ -292,12 +325,12 @@ class AutoPolicy:
 
     def _pinned(self, layout: Layout) -> bool:
         """Whether a layout agrees with everything a user has overruled."""
-        for record in self.records:
-            if record.overridden:
-                for name in FIELDS[record.stage]:
-                    if getattr(layout, name) != Layout(**record.choice.layout).__dict__[name]:
-                        return False
-        return True
+        return all(
+            getattr(layout, name) == getattr(Layout(**record.choice.layout), name)
+            for record in self.records
+            if record.overridden
+            for name in FIELDS[record.stage]
+        )
 
     def _short_list(self) -> list[Layout]:
         """The choice so far; the same with all state on the GPUs, which asks least of the host, where a model

@@ -6,7 +6,9 @@ buffer competes with what the same bytes would gain as kept activations.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from slidedp.errors import ConfigError
@@ -14,7 +16,7 @@ from slidedp.layout import Layout
 from slidedp.policy.flips import TIE
 from slidedp.policy.rates import Rates, Workload
 from slidedp.policy.records import Candidate
-from slidedp.policy.step_time import predict
+from slidedp.policy.step_time import bound_seconds, predict, step_seconds
 from slidedp.policy.workload import workload_of
 from slidedp.preflight import Plan, frugal, under
 
@@ -22,6 +24,8 @@ GPU_SHARE = 0.92
 """Part of the free GPU memory that a layout may plan for: activations are estimates, and allocators
 leave gaps."""
 PARTIAL_BUDGETS = (0.2, 0.35, 0.5, 0.75)
+SOME_BUDGETS = (0.2, 0.5)
+"""What they are tried with before the stage that decides on them."""
 CAUTION = 1.3
 """How much slower links, worker and enqueueing may be than probed: by a neighbour, or the model's error."""
 
@@ -47,9 +51,14 @@ def slowed(rates: Rates, factor: float) -> Rates:
 
 def fits(there: Plan) -> bool:
     """Whether a plan is within both memory budgets, with room to spare on the GPUs."""
-    device = sum(there.device.values())
+    return min(_room(there)) >= 0
+
+
+def _room(there: Plan) -> tuple[float, float]:
+    """Bytes that a plan leaves of the host's and of a GPU's budget; negative: that it lacks."""
     free = there.device_limit
-    return there.host_bytes <= there.host_available and (free is None or device <= GPU_SHARE * free)
+    device = math.inf if free is None else GPU_SHARE * free - sum(there.device.values())
+    return there.host_available - there.host_bytes, device
 
 
 class Candidates:
@@ -65,6 +74,8 @@ class Candidates:
         """All that were predicted, by layout."""
         self._plans: dict[Layout, Plan] = {}
         self._expected: dict[Layout, float] = {}
+        self._filled: dict[Layout, Layout] = {}
+        self._bounds: dict[Layout, float] = {}
         self.lightest = self._lightest()
         """A layout that fits, from which the stages start."""
 
@@ -102,38 +113,56 @@ class Candidates:
 
     def filled(self, layout: Layout) -> Layout:
         """`layout` with the activation modes that suit it best; as it is if none fits."""
-        fitting = [mix for mix in self.mixes(layout) if self.fit(mix)]
-        return min(fitting, key=self.rank) if fitting else layout
+        if layout not in self._filled:
+            self._filled[layout] = self.best(self.mixes(layout, SOME_BUDGETS)) or layout
+        return self._filled[layout]
+
+    def best(self, layouts: Iterable[Layout]) -> Layout | None:
+        """The first by `rank` that fits; None if none does."""
+        best, fitting = None, filter(self.fit, layouts)
+        for bound, layout in sorted(((self._bound(one), one) for one in fitting), key=itemgetter(0)):
+            if best is not None and bound > self.expected(best) * (1 + TIE):
+                break  # neither this one nor any after it can be as fast
+            best = layout if best is None else min(best, layout, key=self.rank)
+        return best
 
     def expected(self, layout: Layout) -> float:
         """Seconds by which layouts are ranked: measured, or midway between what is predicted from the rates
         and from rates that are slower by CAUTION in all but compute. Where nothing has to wait, every layout
         is as fast as compute; what tells them apart is how much can go wrong before something waits."""
-        candidate = self.of(layout)
-        if candidate.measured_seconds is not None:
-            return candidate.measured_seconds
+        if layout in self.trials:
+            return self.trials[layout].seconds
         if layout not in self._expected:
-            slow = predict(self.workload, self._slow, layout).step_seconds
-            self._expected[layout] = (candidate.predicted_seconds + slow) / 2
+            both = (step_seconds(self.workload, rates, layout) for rates in (self.rates, self._slow))
+            self._expected[layout] = sum(both) / 2
         return self._expected[layout]
 
-    def rank(self, layout: Layout) -> tuple[int, int]:
-        """Orders layouts: the fastest first, and of equal ones the one that takes less of the GPU."""
-        # In steps of TIE, so that a gain nobody could measure does not cost gigabytes.
-        return round(math.log(self.expected(layout)) / TIE), self.of(layout).gpu_bytes
+    def _bound(self, layout: Layout) -> float:
+        """What `expected` is at least, before anything was measured."""
+        if layout not in self._bounds:
+            both = (bound_seconds(self.workload, rates, layout) for rates in (self.rates, self._slow))
+            self._bounds[layout] = sum(both) / 2
+        return self._bounds[layout]
 
-    def mixes(self, layout: Layout) -> Iterator[Layout]:
+    def rank(self, layout: Layout) -> tuple[int, int, int, int]:
+        """Orders layouts: the fastest first, and of equal ones the one whose vocabulary and MLPs are in fewer
+        pieces, then the one that takes less of the GPU."""
+        # In steps of TIE, so that a gain nobody could measure does not cost gigabytes.
+        seconds = round(math.log(self.expected(layout)) / TIE)
+        tiles = math.ceil(self.workload.tokens / (layout.mlp_tile_tokens or self.workload.tokens))
+        return seconds, layout.vocabulary_pieces, tiles, sum(self._plan(layout).device.values())
+
+    def mixes(self, layout: Layout, budgets: tuple[float, ...] = PARTIAL_BUDGETS) -> Iterator[Layout]:
         """Activation layouts worth a look: a small knapsack.
 
         Layers are alike, so each mode is one point (bytes, seconds, link bytes) and an optimal mix has at
         most two modes: as many layers as fit in the richer one, the rest in the leaner one. The richer
         ones are the last layers, whose backward comes first: what they keep lives shortest.
         """
-        layers = self.workload.layers
         leanest = ["offload", "recompute"]
         richer: list[tuple[str, float]] = [("keep", layout.partial_budget)]
         if self.plan.config.compile:
-            richer = [("partial", budget) for budget in PARTIAL_BUDGETS] + richer
+            richer = [("partial", budget) for budget in budgets] + richer
         pairs = [("offload", "recompute", layout.partial_budget)]
         pairs += [(lean, rich, budget) for lean in leanest for rich, budget in richer]
         pairs += [("partial", "keep", budget) for rich, budget in richer if rich == "partial"]
@@ -143,25 +172,39 @@ class Candidates:
             pairs += [pair for b in spilled for pair in (("offload", "spill", b), ("spill", "keep", b))]
         seen = set()
         for lean, rich, budget in pairs:
-
-            def mix(count: int, lean: str = lean, rich: str = rich, budget: float = budget) -> Layout:
-                modes = (lean,) * (layers - count) + (rich,) * count
-                activations = modes if 0 < count < layers else modes[0]
-                budget = budget if {"partial", "spill"} & {*modes} else self.plan.config.layout.partial_budget
-                return dataclasses.replace(layout, activations=activations, partial_budget=budget)
-
-            most = layers
-            if not self.fit(mix(layers)):
-                fitting, most = 0, layers  # the largest count that fits is in [fitting, most)
-                while most - fitting > 1:
-                    middle = (fitting + most) // 2
-                    fitting, most = (middle, most) if self.fit(mix(middle)) else (fitting, middle)
-                most = fitting
-            for count in {0, most}:
+            mix = partial(self._mix, layout, lean, rich, budget)
+            for count in {0, self._richest(mix)}:
                 candidate = mix(count)
                 if candidate not in seen:
                     seen.add(candidate)
                     yield candidate
+
+    def _mix(self, layout: Layout, lean: str, rich: str, budget: float, count: int) -> Layout:
+        """`layout` with the last `count` layers under mode `rich` and the others under `lean`; `budget` is
+        the partial budget where one of them has a use for it."""
+        modes = (lean,) * (self.workload.layers - count) + (rich,) * count
+        used = {"partial", "spill"} & {*modes}
+        return dataclasses.replace(
+            layout,
+            activations=modes if len({*modes}) > 1 else modes[0],
+            partial_budget=budget if used else self.plan.config.layout.partial_budget,
+        )
+
+    def _richest(self, mix: Callable[[int], Layout]) -> int:
+        """The largest count whose `mix` fits; 0 if none does."""
+        none, every = 0, self.workload.layers
+        if self.fit(mix(every)):
+            return every
+        # Bytes grow by as much with each layer, but for a few that are on their way: a straight line between
+        # the ends says where to look first.
+        ends = zip(_room(self._plan(mix(none))), _room(self._plan(mix(every))), strict=True)
+        shares = [lean / (lean - rich) for lean, rich in ends if rich < 0 < lean]
+        guess = int(every * min(shares, default=0))
+        while every - none > 1:
+            count = guess if none < guess < every else (none + every) // 2
+            none, every = (count, every) if self.fit(mix(count)) else (none, count)
+            guess = none + 1 if count == guess and none == count else -1
+        return none
 
     def _lightest(self) -> Layout:
         """The layout of the config with the transport that suits the machine, or the one next to it that

@@ -3,7 +3,7 @@
 from slidedp.layout import Layout
 from slidedp.policy.flips import TIE, regime_change
 from slidedp.policy.rates import Rates, Workload
-from slidedp.policy.step_time import predict
+from slidedp.policy.step_time import predict, step_seconds
 from slidedp.policy.words import CHANGES, NAMES, WAITS
 
 
@@ -25,7 +25,7 @@ def explain(workload: Workload, rates: Rates, layout: Layout) -> str:
             + "."
         )
     gains = {
-        words: 1 - predict(workload, rates.faster(group, 1.25), layout).step_seconds / step
+        words: 1 - step_seconds(workload, rates.faster(group, 1.25), layout) / step
         for group, words in CHANGES.items()
     }
     useful = sorted(((g, w) for w, g in gains.items() if g > TIE), reverse=True)

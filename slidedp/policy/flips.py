@@ -2,7 +2,7 @@
 
 from slidedp.layout import Layout
 from slidedp.policy.rates import Rates, Workload
-from slidedp.policy.step_time import predict
+from slidedp.policy.step_time import predict, step_seconds
 from slidedp.policy.words import CHANGES
 
 TIE = 0.003
@@ -17,11 +17,11 @@ def flip(workload: Workload, rates: Rates, chosen: Layout, other: Layout, name: 
     for factor in FACTORS:
         for times in (factor, 1 / factor):
             w, r = workload.scaled(times), rates.scaled(times)
-            if predict(w, r, other).step_seconds < predict(w, r, chosen).step_seconds * (1 - TIE):
+            if step_seconds(w, r, other) < step_seconds(w, r, chosen) * (1 - TIE):
                 return f"{name} wins with {times:.2g} times the tokens in a step"
             for group, words in CHANGES.items():
                 r = rates.faster(group, times)
-                first, second = (predict(workload, r, layout).step_seconds for layout in (chosen, other))
+                first, second = (step_seconds(workload, r, layout) for layout in (chosen, other))
                 if second < first * (1 - TIE):
                     return f"{name} wins with {times:.2g} times the speed of {words}"
     return f"no single change up to {FACTORS[-1]:g} times makes {name} win"

@@ -49,6 +49,18 @@ class Prediction:
         return self.binding != COMPUTE
 
 
+def step_seconds(workload: Workload, rates: Rates, layout: Layout) -> float:
+    """Prediction.step_seconds alone, in half the time: what binds the step is not asked."""
+    tasks = demands(workload, rates, layout)
+    busy = busy_seconds(workload, rates, layout, tasks)
+    return max(steady_step(workload, rates, layout, tasks).step, *busy.values())
+
+
+def bound_seconds(workload: Workload, rates: Rates, layout: Layout) -> float:
+    """Prediction.bound_seconds alone, in a fifth of the time."""
+    return max(busy_seconds(workload, rates, layout, demands(workload, rates, layout)).values())
+
+
 def predict(workload: Workload, rates: Rates, layout: Layout, *, timeline: bool = False) -> Prediction:
     """The steady step under `layout`. Costs about half a millisecond; `timeline` a little more."""
     tasks = demands(workload, rates, layout)

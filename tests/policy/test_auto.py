@@ -13,13 +13,14 @@ from hypothesis import strategies as st
 from transformers import Qwen3Config
 
 from slidedp import Config, ConfigError, Data, Layout, Optimizer, cli, launch, open_run
+from slidedp.bench.shapes import shape
 from slidedp.policy.auto import FIELDS, STAGES, AutoPolicy
 from slidedp.policy.calibrate import THREADS, calibrated
 from slidedp.policy.candidates import GPU_SHARE, Trial
 from slidedp.policy.demands import demands
 from slidedp.policy.drift import DriftWatch
 from slidedp.policy.flips import TIE
-from slidedp.policy.machines import H200, MACHINES
+from slidedp.policy.machines import H200, MACHINES, WORKSTATION, Machine
 from slidedp.policy.probe import cache_folder, probe, read_rates, write_rates
 from slidedp.policy.rates import Rates
 from slidedp.policy.records import SHOWN, Record, load_records
@@ -128,6 +129,39 @@ def test_a_host_without_room_for_gradients_updates_on_the_gpus():
     there = dataclasses.replace(WIDE, host_available=int(1.01 * least))
     chosen = AutoPolicy(there, H200.rates(workload_of(there))).decide_all()
     assert under(there, chosen).host_bytes <= there.host_available and chosen.gpu_updates > 0
+
+
+def chosen_seconds(there: Plan, machine: Machine, host: float, device: float) -> float:
+    """Predicted step of what the stages choose with so many GiB."""
+    there = dataclasses.replace(there, host_available=int(host * GIB), device_available=int(device * GIB))
+    policy = AutoPolicy(there, machine.rates(workload_of(there)))
+    while policy.decide().stage != "activations":
+        pass
+    return policy.candidates.of(policy.layout).predicted_seconds
+
+
+SEVERAL_TIES = (1 + TIE) ** 4
+"""How much slower a choice may be for each of the stages having taken a tie."""
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda machine: machine.name)
+def test_more_memory_never_makes_a_slower_choice(machine):
+    there = planned(8)
+    least, host, device, both = (
+        chosen_seconds(there, machine, *memory) for memory in ((24, 9), (60, 9), (24, 24), (60, 24))
+    )
+    assert max(host, device) <= least * SEVERAL_TIES
+    assert both <= min(host, device) * SEVERAL_TIES
+
+
+def test_more_of_the_host_hides_no_updates_on_the_gpus():
+    """With room for all gradients the route to rank 0 is the best one that updates nothing on the GPUs."""
+    config = dataclasses.replace(
+        WIDE.config, model=shape("8B", 8), sequence_length=1024, batch_size=32, ranks=4, layout=Layout()
+    )
+    there = dataclasses.replace(plan(config), device_available=22 * GIB)
+    little, much = (chosen_seconds(there, WORKSTATION, host, 22) for host in (40, 60))
+    assert much <= little * SEVERAL_TIES
 
 
 def test_several_passes_are_beyond_it():
