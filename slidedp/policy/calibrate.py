@@ -101,7 +101,7 @@ def _with_compute(
         names = [f"layers.{i}" for i, m in enumerate(modes) if m == mode]
         found = typical("backward", names)
         layer = modes.index(mode)
-        enqueue, probed = tasks.enqueue_backward[layer], rates.backward(mode, layout.partial_budget)
+        enqueue, probed = tasks.enqueue_backward[layer], rates.backward(mode, workload.kept_part(layout))
         if found is not None:
             found = max(1e-9, found - (tasks.backward[layer] - probed))
         if found is not None and enqueue > probed:
@@ -109,7 +109,7 @@ def _with_compute(
         elif found is not None:
             ratios.append(found / probed)
             keeps = mode in ("keep", "partial", "spill")
-            if mode == "keep" or (keeps and layout.partial_budget == 1):
+            if mode == "keep" or (keeps and workload.kept_part(layout) == 1):
                 changes["backward_keep"] = found
             elif not keeps:
                 changes["backward_recompute"] = found
@@ -127,7 +127,7 @@ def _with_compute(
     # What no span covers: gradients copied into their buffers, and the embedding's backward.
     whole = [e["compute_seconds"] for e in log.events("step") if e["step"] == step]
     covered = seconds[ranks["track"] == "compute"].sum() / len(whole)
-    copied = 2 * workload.params * workload.itemsize / rates.device_copy
+    copied = workload.params * (workload.itemsize + workload.gradient_itemsize) / rates.device_copy
     rest = max(0.0, float(sum(whole) / len(whole) - covered - copied))
     if rest < 0.2 * covered:  # else it is the first steps' own work, which later ones do not repeat
         changes["embed_backward"] = rest

@@ -68,6 +68,7 @@ class Candidates:
         self.plan, self.rates = plan, rates
         self._slow = slowed(rates, CAUTION)
         self.workload: Workload = workload_of(plan)
+        self._workloads = {plan.config.layout.mlp_tile_tokens > 0: self.workload}
         self.trials: dict[Layout, Trial] = {}
         """Real steps so far, by layout."""
         self.known: dict[Layout, Candidate] = {}
@@ -83,7 +84,7 @@ class Candidates:
         """Memory and prediction of a layout. ConfigError for one that cannot run at all."""
         if layout not in self.known:
             there = self._plan(layout)
-            p = predict(self.workload, self.rates, layout)
+            p = predict(self._workload(layout), self.rates, layout)
             self.known[layout] = Candidate(
                 layout=dataclasses.asdict(layout),
                 predicted_seconds=p.step_seconds,
@@ -95,6 +96,13 @@ class Candidates:
                 fits=fits(there),
             )
         return self.known[layout]
+
+    def _workload(self, layout: Layout) -> Workload:
+        """A layer keeps less, and has less to spill, where its MLP runs over tiles."""
+        tiled = layout.mlp_tile_tokens > 0
+        if tiled not in self._workloads:
+            self._workloads[tiled] = workload_of(self._plan(layout))
+        return self._workloads[tiled]
 
     def fit(self, layout: Layout) -> bool:
         """Whether a layout is within both memory budgets."""
@@ -133,14 +141,16 @@ class Candidates:
         if layout in self.trials:
             return self.trials[layout].seconds
         if layout not in self._expected:
-            both = (step_seconds(self.workload, rates, layout) for rates in (self.rates, self._slow))
+            both = (step_seconds(self._workload(layout), rates, layout) for rates in (self.rates, self._slow))
             self._expected[layout] = sum(both) / 2
         return self._expected[layout]
 
     def _bound(self, layout: Layout) -> float:
         """What `expected` is at least, before anything was measured."""
         if layout not in self._bounds:
-            both = (bound_seconds(self.workload, rates, layout) for rates in (self.rates, self._slow))
+            both = (
+                bound_seconds(self._workload(layout), rates, layout) for rates in (self.rates, self._slow)
+            )
             self._bounds[layout] = sum(both) / 2
         return self._bounds[layout]
 

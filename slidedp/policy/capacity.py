@@ -62,11 +62,12 @@ def _host_bytes(w: Workload, r: Rates, layout: Layout) -> float:
     moved += sum(w.away_bytes(layout)) * (2 * w.ranks - t.movers_up - t.movers_down)
     embed, _, head = w.delivered_params(layout)
     moved += (embed + head) * w.itemsize * t.share_up * t.movers_up
-    moved += (w.embed_params + w.head_params) * w.itemsize * t.share_down * t.movers_down
+    moved += (w.embed_params + w.head_params) * w.gradient_itemsize * t.share_down * t.movers_down
     there, number = updated_there(w, layout), lanes(w, layout)
-    moved += (w.params - there) * (state_bytes(w) + number * w.itemsize) - there * w.itemsize
+    moved += (w.params - there) * (state_bytes(w) + number * w.gradient_itemsize)
+    moved -= there * w.gradient_itemsize
     stays = resident_there(w, layout)
     moved += 26 * (there - stays) + w.itemsize * stays
     if layout.schedule == "in_forward" and number > 1:
-        moved += w.params * w.itemsize * 2  # the sum of the lanes, written and read
+        moved += w.params * w.gradient_itemsize * 2  # the sum of the lanes, written and read
     return moved

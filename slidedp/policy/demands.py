@@ -104,7 +104,7 @@ def demands(w: Workload, r: Rates, layout: Layout) -> Demands:
     on_gpu = _gpu_updates(sizes, w, r, layout, links, 12, 14)
     beside = _beside_compute(w, layout, on_gpu) / w.layers
     seconds_of_mode = {
-        mode: r.backward(mode, layout.partial_budget)
+        mode: r.backward(mode, w.kept_part(layout))
         + _tiles_again(mode, w, r, layout)
         + (0.0 if in_forward else beside)
         for mode in set(layout.activation_modes(w.layers))
@@ -118,7 +118,7 @@ def demands(w: Workload, r: Rates, layout: Layout) -> Demands:
         ],
         reduce=reduces,
         keep=[
-            c._replace(link=2 * p * w.itemsize / w.ranks / c.number / r.device_copy)
+            c._replace(link=2 * p * w.gradient_itemsize / w.ranks / c.number / r.device_copy)
             for p, c in zip(sizes, reduces, strict=True)
         ],
         update=updates,
@@ -134,7 +134,7 @@ def demands(w: Workload, r: Rates, layout: Layout) -> Demands:
             enqueue_backward + (0.0 if mode in ("keep", "partial", "spill") else slower * r.enqueue_forward)
             for mode in layout.activation_modes(w.layers)
         ],
-        submit=[2 * p * w.itemsize / r.device_copy for p in sizes],
+        submit=[p * (w.itemsize + w.gradient_itemsize) / r.device_copy for p in sizes],
         head=r.head * _logits_again(w, layout),
         embed_forward=r.embed_forward,
         embed_backward=r.embed_backward,
@@ -172,7 +172,8 @@ def _deliver(params: float, w: Workload, r: Rates, layout: Layout, moved: Traffi
 
 
 def _reduce(params: int, w: Workload, r: Rates, layout: Layout, moved: Traffic, per_byte: float) -> Chunks:
-    count, size = _chunks(params, w, layout)
+    count, _ = _chunks(params, w, layout)
+    size = params * w.gradient_itemsize / count
     _, reduction = route(w, layout)
     scatter = {"cpu": 0.0, "gpu": 1 / r.reduce_scatter, "gpu_root": 1 / r.reduce}[reduction]
     between = reduction != "cpu" and w.ranks > 1
@@ -260,16 +261,16 @@ def _worker(
     own = layout.own_slots(w.layers)
     here = sum(w.unit_params(unit) for unit in layout.updated_on_gpu(w.layers) if unit in own)
     delivered = here * w.itemsize * moved.share_up * moved.movers_up
-    written = 14 * (there - stays) + w.itemsize * stays - (0.0 if in_forward else w.itemsize) * there
+    written = 14 * (there - stays) + w.itemsize * stays - (0.0 if in_forward else w.gradient_itemsize) * there
     per_param = update_seconds(
         r,
         up * moved.movers_up * units + (12 * (there - stays) - delivered) / left,
         down * moved.movers_down * units + written / left,
         busy.times(moved.movers_up, moved.movers_down, max(moved.movers_up, moved.movers_down)),
     )
-    if not in_forward:  # it sums the lanes in the same pass
-        state = state_bytes(w)
-        per_param *= (state + lanes(w, layout) * w.itemsize) / (state + w.itemsize)
+    # Measured with one gradient in the compute dtype. In backward it sums the lanes in the same pass.
+    state, read = state_bytes(w), (1 if in_forward else lanes(w, layout)) * w.gradient_itemsize
+    per_param *= (state + read) / (state + w.itemsize)
     return [p * per_param + _chunks(p, w, layout)[0] * r.update_latency for p in sizes]
 
 
@@ -277,7 +278,7 @@ def _lane_sums(sizes: tuple[int, ...], w: Workload, r: Rates, layout: Layout) ->
     number = lanes(w, layout)
     if layout.schedule == "in_backward" or number == 1:
         return [0.0 for _ in sizes]
-    return [p * w.itemsize * (number + 1) / r.sum_lanes + r.update_latency for p in sizes]
+    return [p * w.gradient_itemsize * (number + 1) / r.sum_lanes + r.update_latency for p in sizes]
 
 
 def _gpu_updates(

@@ -35,7 +35,9 @@ class Workload:
     tokens: int
     """Tokens of one rank in one step."""
     itemsize: int
-    """Bytes of an element of the compute dtype: parameters and gradients travel in it."""
+    """Bytes of an element of the compute dtype, in which parameters travel."""
+    wide_gradients: bool = False
+    """Whether gradients travel in FP32 and not in the compute dtype."""
     input_bytes: int
     """Bytes of one layer's input on one rank: what `recompute` leaves on the GPU and `offload` moves."""
     kept_bytes: int
@@ -46,6 +48,8 @@ class Workload:
     """Those of its MLP among them."""
     head_flops: float
     """Forward and backward FLOPs of the output matrix on one rank."""
+    compiled: bool = True
+    """Whether a compiler keeps a part of a layer's intermediates, where `partial` and `spill` ask for one."""
 
     @property
     def params(self) -> int:
@@ -66,11 +70,20 @@ class Workload:
             head = self.head_params + (self.embed_params * (3 - 1 / pieces) if pieces > 1 else 0.0)
         return self.embed_params, self.layer_params, head
 
+    @property
+    def gradient_itemsize(self) -> int:
+        """Bytes of an element of a gradient."""
+        return 4 if self.wide_gradients else self.itemsize
+
+    def kept_part(self, layout: Layout) -> float:
+        """Of a layer's intermediates, under `partial` and `spill`."""
+        return layout.partial_budget if self.compiled else 1.0
+
     def away_bytes(self, layout: Layout) -> list[float]:
         """What each layer moves to the host in forward, and back for its backward."""
         sizes = {
             "offload": float(self.input_bytes),
-            "spill": self.input_bytes + layout.partial_budget * self.kept_bytes,
+            "spill": self.input_bytes + self.kept_part(layout) * self.kept_bytes,
         }
         return [sizes.get(mode, 0.0) for mode in layout.activation_modes(self.layers)]
 
@@ -181,7 +194,7 @@ class Rates:
     def __post_init__(self) -> None:
         assert self.peers in PEERS, self.peers
 
-    def backward(self, mode: str, partial_budget: float) -> float:
+    def backward(self, mode: str, kept_part: float) -> float:
         """Seconds of one layer's backward; with a part of its intermediates, by straight lines between
         measured points."""
         if mode == "keep":
@@ -190,8 +203,8 @@ class Rates:
             return self.backward_recompute
         left = (0.0, self.backward_recompute)
         for point in (*self.backward_partial, (1.0, self.backward_keep)):
-            if partial_budget <= point[0]:
-                share = (partial_budget - left[0]) / max(1e-12, point[0] - left[0])
+            if kept_part <= point[0]:
+                share = (kept_part - left[0]) / max(1e-12, point[0] - left[0])
                 return left[1] + share * (point[1] - left[1])
             left = point
         return self.backward_keep

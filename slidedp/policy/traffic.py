@@ -39,7 +39,7 @@ def traffic(w: Workload, peers: str, layout: Layout) -> Traffic:
     """The traffic of a layout; `peers` is what GPUs talk over, see Rates.peers."""
     n = w.ranks
     delivery, reduction = route(w, layout)
-    layer = w.layer_params * w.itemsize
+    layer, gradient = w.layer_params * w.itemsize, w.layer_params * w.gradient_itemsize
     share_up = 1 / n if delivery == "sharded" else 1.0
     share_down = 1 / n if reduction == "gpu" else 1.0
     over_links = n > 1 and peers != "fabric"
@@ -52,8 +52,8 @@ def traffic(w: Workload, peers: str, layout: Layout) -> Traffic:
     return Traffic(
         forward_up=forward_up,
         forward_down=away + layer * gathered,
-        backward_up=again * forward_up + away + layer * scattered,
-        backward_down=layer * (share_down + scattered + again * gathered),
+        backward_up=again * forward_up + away + gradient * scattered,
+        backward_down=gradient * (share_down + scattered) + layer * again * gathered,
         share_up=share_up,
         share_down=share_down,
         movers_up=1 if delivery == "broadcast" else n,

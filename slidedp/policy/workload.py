@@ -27,9 +27,11 @@ def workload_of(plan: Plan) -> Workload:
         ranks=ranks,
         tokens=tokens,
         itemsize=size,
+        wide_gradients=config.gradient_dtype.itemsize > size,
         input_bytes=tokens * model.hidden_size * size,
         kept_bytes=tokens * intermediates_per_token(config, model),
         layer_flops=tokens * (2.0 * active + attention),
         mlp_flops=tokens * 2.0 * active_parameters(model, mlp),
         head_flops=6.0 * tokens * model.vocab_size * model.hidden_size,
+        compiled=bool(config.compile),
     )

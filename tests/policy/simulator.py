@@ -100,6 +100,9 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
     lanes = w.ranks if layout.reduction == "cpu" else 1
     ends: list[float] = []
 
+    gradient = 4 if w.wide_gradients else w.itemsize
+    part = layout.partial_budget if w.compiled else 1.0
+
     def chunks(unit: int) -> Iterator[float]:
         """Bytes of each chunk."""
         left = w.unit_params(unit) * w.itemsize
@@ -197,6 +200,7 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
                     if ring and unit in landing[4:]:
                         yield events["consumed", step, landing[landing.index(unit) - 4]]
                     for i, size in enumerate(sizes):
+                        size *= gradient / w.itemsize
                         key, ready = ("landed", step, unit, i), ("gradient", step, unit)
                         if layout.reduction == "cpu":
                             down.put(land(size, [ready], key))
@@ -234,7 +238,7 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
             def submit(unit: int, before: Any, step: int = step) -> Activity:
                 if before is not None:
                     yield events[before]
-                yield 2 * w.unit_params(unit) * w.itemsize / r.device_copy
+                yield w.unit_params(unit) * (w.itemsize + gradient) / r.device_copy
                 clock.fire(events["gradient", step, unit])
 
             yield from visit(0, r.embed_forward)
@@ -250,7 +254,7 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
             for unit in range(w.layers, 0, -1):
                 if away[unit - 1]:
                     yield events["fetched", step, unit]
-                seconds = r.backward(modes[unit - 1], layout.partial_budget)
+                seconds = r.backward(modes[unit - 1], part)
                 yield from visit(visits.backward(unit), seconds)
                 earlier: Any = ("reduced", step, unit + slots) if unit + slots <= w.layers else None
                 if earlier is None and step:
@@ -267,18 +271,22 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
     left: dict[tuple[int, int], int] = {}
     arrived = [Event()]
 
+    def read(gradients: int) -> float:
+        """How much longer the worker takes than with one gradient in the compute dtype."""
+        state = 26 if w.itemsize == 2 else 24
+        return (state + gradients * gradient) / (state + w.itemsize)
+
     def report(step: int, unit: int, chunk: int) -> Activity:
         yield events["landed", step, unit, chunk]
         yield r.message_latency
         number = len(list(chunks(unit)))
         if layout.schedule == "in_forward":
             turn: Any = (step, clock.now)
-            work = w.unit_params(unit) * w.itemsize * (lanes + 1) / r.sum_lanes if lanes > 1 else 0.0
+            work = w.unit_params(unit) * gradient * (lanes + 1) / r.sum_lanes if lanes > 1 else 0.0
             work += r.update_latency if lanes > 1 else 0.0
         else:
             turn = (step, unit if layout.landing == "full" else -unit)
-            state = 26 if w.itemsize == 2 else 24
-            work = w.unit_params(unit) / r.update * (state + lanes * w.itemsize) / (state + w.itemsize)
+            work = w.unit_params(unit) / r.update * read(lanes)
             work += number * r.update_latency
         heapq.heappush(waiting, (turn, chunk, step, unit, work / number))
         left.setdefault((step, unit), number)
@@ -306,7 +314,9 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
                 for each in units:
                     if each in there:
                         continue
-                    yield w.unit_params(each) / r.update + len(list(chunks(each))) * r.update_latency
+                    yield (
+                        w.unit_params(each) / r.update * read(1) + len(list(chunks(each))) * r.update_latency
+                    )
                     clock.start(serve(r.message_latency, [], ("published", step + 1, each)))
 
     for activity in (transfer_thread(), compute_thread(), worker()):

@@ -164,6 +164,47 @@ def test_more_of_the_host_hides_no_updates_on_the_gpus():
     assert much <= little * SEVERAL_TIES
 
 
+def test_gradients_are_predicted_in_their_own_dtype():
+    """In FP32 twice the bytes land, and the worker reads 30 and not 28 bytes per parameter."""
+    wide = dataclasses.replace(WIDE, config=dataclasses.replace(WIDE.config, reduce_dtype="float32"))
+    rates = dataclasses.replace(
+        H200.rates(workload_of(WIDE)),
+        **dict.fromkeys(("up_all", "down_all", "both_all"), 50e9),  # nothing depends on what else moves
+        **dict.fromkeys(("update", "update_up", "update_down", "update_both"), 5e9),
+        copy_latency=0.0,
+        update_latency=0.0,
+    )
+    halves, wholes = (predict(workload_of(there), rates, Layout()).demand for there in (WIDE, wide))
+    assert wholes["to_host"] == pytest.approx(2 * halves["to_host"])
+    assert wholes["update"] == pytest.approx(30 / 28 * halves["update"])
+    assert wholes["to_device"] == pytest.approx(halves["to_device"])
+
+
+def test_what_no_compiler_cuts_is_kept_and_spilled_whole():
+    eager = dataclasses.replace(WIDE, config=dataclasses.replace(WIDE.config, compile=False))
+    workload = workload_of(eager)
+    rates = H200.rates(workload)
+    modes = "keep", "partial"
+    keep, part = (predict(workload, rates, Layout(activations=mode)).step_seconds for mode in modes)
+    assert part == keep
+    spilled = under(eager, Layout(activations="spill", partial_budget=0.2)).host
+    moved = sum(workload.away_bytes(Layout(activations="spill", partial_budget=0.2)))
+    assert 2 * moved == spilled["spilled intermediates (estimate)"]
+
+
+def test_tiles_leave_less_to_spill():
+    """As the preflight counts it, though the run's own layout has none."""
+    there = planned(24, device=16)
+    policy = AutoPolicy(there, H200.rates(workload_of(there)))
+    for tile in (0, 4096):
+        layout = Layout(activations="spill", mlp_tile_tokens=tile)
+        workload = workload_of(under(there, layout))
+        seconds = predict(workload, policy.rates, layout).step_seconds
+        assert policy.candidates.of(layout).predicted_seconds == seconds
+        spilled = under(there, layout).host["spilled intermediates (estimate)"]
+        assert 2 * sum(workload.away_bytes(layout)) == spilled
+
+
 def test_several_passes_are_beyond_it():
     config = dataclasses.replace(WIDE.config, gradient_accumulation=2, layout=Layout())
     with pytest.raises(ConfigError, match=r"^gradient_accumulation=2: .* of one pass only; give a layout$"):

@@ -72,8 +72,14 @@ examples = settings(max_examples=150, deadline=None, derandomize=True)
 
 
 @examples
-@given(layout=layouts, tied=st.booleans(), log=st.tuples(*[st.floats(-1.5, 1.5)] * 5))
-def test_agrees_with_a_simulator_that_moves_every_chunk(layout, tied, log):
+@given(
+    layout=layouts,
+    tied=st.booleans(),
+    wide=st.booleans(),
+    compiled=st.booleans(),
+    log=st.tuples(*[st.floats(-1.5, 1.5)] * 5),
+)
+def test_agrees_with_a_simulator_that_moves_every_chunk(layout, tied, wide, compiled, log):
     """With rates that do not depend on each other, over three orders of magnitude of balance."""
     compute, link, collective, update, batch = (10.0**x for x in log)
     layout = dataclasses.replace(
@@ -82,6 +88,7 @@ def test_agrees_with_a_simulator_that_moves_every_chunk(layout, tied, log):
         reduction="cpu" if layout.reduction == "gpu_root" else layout.reduction,
     )
     workload = dataclasses.replace(qwen3_8b(2, max(1, round(4 * batch)), LAYERS), tied=tied)
+    workload = dataclasses.replace(workload, wide_gradients=wide, compiled=compiled)
     if tied:
         workload = dataclasses.replace(workload, head_params=4096)
     rates = dataclasses.replace(
