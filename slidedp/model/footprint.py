@@ -1,7 +1,7 @@
 """What a decoder layer keeps on the GPU for its backward, in bytes per token: see docs/memory.md.
 
 Compiled, by a formula that is what the compiler's partitioner saves; in eager mode, by running the layer on
-tensors without memory.
+tensors without memory, but for the experts of a mixture: their grouped products need memory to run.
 """
 
 import json
@@ -21,9 +21,11 @@ TOKENS = 64
 def kept_per_token(model: Any, dtype: torch.dtype, compiled: bool, tiled: bool) -> int:
     """Bytes per token that a layer with this transformers config keeps under `keep`, its input included.
     `tiled`: its MLP runs over tiles of tokens, and keeps its input alone."""
-    if compiled or hasattr(model, "num_experts"):  # grouped products need memory to run
+    if compiled:
         return _by_formula(model, dtype.itemsize, tiled)
-    return _measured(model.to_json_string(use_diff=False), dtype, tiled)
+    mixture = hasattr(model, "num_experts")
+    measured = _measured(model.to_json_string(use_diff=False), dtype, tiled or mixture)
+    return measured + (_mixture(model, dtype.itemsize) if mixture else 0)
 
 
 def _by_formula(model: Any, size: int, tiled: bool) -> int:
@@ -47,6 +49,19 @@ def _by_formula(model: Any, size: int, tiled: bool) -> int:
         expert = getattr(model, "moe_intermediate_size", model.intermediate_size)
         mlp = width + model.num_experts_per_tok * (3 * expert + 2 * width)
     return size * (3 * width + attention + (0 if tiled else mlp)) + 4 * scalars
+
+
+def _mixture(model: Any, size: int) -> int:
+    """Of a mixture in eager mode, besides its input: that normed, before and behind the norm's weight, and in
+    half precision its FP32 copy, which is kept in its place; of each expert that a token goes to the input,
+    gate and up, the activated gate, the product and the output, its place in three orders and its weight;
+    what the router computes in FP32.
+    """
+    width, chosen = model.hidden_size, model.num_experts_per_tok
+    expert = getattr(model, "moe_intermediate_size", model.intermediate_size)
+    normed = 2 * size * width + (4 - size) * width + 4
+    routed = 4 * model.num_experts + 8 * chosen + model.norm_topk_prob * 4 * (chosen + 1)
+    return normed + routed + chosen * (size * (2 * width + 4 * expert) + 3 * 8 + size)
 
 
 @lru_cache(maxsize=256)

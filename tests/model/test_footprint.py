@@ -53,6 +53,30 @@ def test_eager_layers_keep_what_is_measured_without_memory(kind, dtype):
     assert kept_per_token(config, dtype, compiled=False, tiled=False) == found + width
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("kind", ["olmoe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "experts",
+    [
+        {"num_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96},
+        {"num_experts": 16, "num_experts_per_tok": 5, "intermediate_size": 32},
+    ],
+)
+def test_eager_mixtures_keep_what_autograd_saves(kind, normed, dtype, experts):
+    config = AutoConfig.for_model(
+        kind, hidden_size=64, moe_intermediate_size=experts["intermediate_size"], num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=100, num_hidden_layers=1, norm_topk_prob=normed, eos_token_id=1,
+        **experts,
+    )  # fmt: skip
+    layer = layer_function(skeleton(config))
+    found = (saved(layer, config, dtype, 96) - saved(layer, config, dtype, 32)) // 64
+    width = config.hidden_size * dtype.itemsize
+    assert kept_per_token(config, dtype, compiled=False, tiled=False) == pytest.approx(
+        found + width, rel=0.01
+    )
+
+
 DENSE: dict[str, dict[str, int | None]] = {
     "gemma3_text": {"query_pre_attn_scalar": 16}, "granite": {}, "llama": {}, "mistral": {}, "olmo2": {},
     "olmo3": {}, "phi3": {"pad_token_id": None}, "qwen2": {}, "qwen3": {}, "smollm3": {"pad_token_id": None},
