@@ -362,7 +362,7 @@ class Config:
             values = tomllib.loads(Path(path).read_text())
         except OSError as error:
             raise ConfigError(f"{path}: {error.strerror}: give a TOML file") from error
-        except tomllib.TOMLDecodeError as error:
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ConfigError(f"{path}: not TOML: {error}") from error
         return cls.from_dict(values)
 

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 from transformers import AutoTokenizer
 
 from slidedp.checkpoint import resume as resuming
-from slidedp.checkpoint.folder import ASSETS, CHECKPOINTS, checkpoints
+from slidedp.checkpoint.folder import ASSETS, CHECKPOINTS, checkpoints, set_aside
 from slidedp.config import Config
 from slidedp.data.prepare import check_samples, is_prepared, prepare, prepare_held_out, sources
 from slidedp.data.samples import Samples
 from slidedp.errors import ConfigError, reason
-from slidedp.events import RUN
+from slidedp.events import RUN, say
 from slidedp.hold import Hold
 from slidedp.host.state import HostState
 from slidedp.model.load import fill_random, load_pretrained
@@ -168,10 +168,13 @@ def open_log(folder: Path, description: dict[str, Any], preflight: Plan, tokeniz
         if not (folder / RUN).exists():
             return RunLog.create(folder, description)
         log = RunLog.resume(folder, description, step)
+        aside = set_aside(folder / CHECKPOINTS, step)
     except OSError as error:
         raise ConfigError(
             f"run_folder={str(folder)!r}: {reason(error)}: make room there, or give another folder"
         ) from error
+    if aside is not None:
+        say(f"the run goes on from step {step}; its checkpoints of later steps are in {aside} now")
     log.add({"kind": "plan", "memory": preflight.memory()})  # whatever layouts it had before
     return log
 

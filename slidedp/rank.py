@@ -172,7 +172,8 @@ def run_rank(rank: int, setup: RankSetup, worker: Connection, launcher: Connecti
                     )
                 if begin.profile:
                     recorder = Recorder(device, rank, setup.traces, step, begin.profile * passes)
-            if len(held_out) and part == 0 and step % config.eval_every == 0:
+            due = step % config.eval_every == 0 or step == setup.start  # what was said of it is in no log
+            if len(held_out) and part == 0 and due:
                 evaluate(step)
             share = rank * passes + part
             rows = learnt[order.step(step)]

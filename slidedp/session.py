@@ -371,6 +371,8 @@ class Run:
         been so: every layout computes the same step."""
         if not self.running:
             raise ConfigError(f"set_layout: the run is {self.status}; start another with this layout")
+        if self.stopping:
+            raise ConfigError("set_layout: the run stops after this step; start another with this layout")
         if not isinstance(layout, Layout):
             raise ConfigError(f"set_layout: {layout!r}: expected a slidedp.Layout")
         candidate = with_layout(self.plan, layout)

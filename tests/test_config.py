@@ -203,6 +203,13 @@ def toml(values: dict, prefix: str = "") -> str:
     return "\n".join(lines + tables)
 
 
+@pytest.mark.parametrize("content", [b"steps = ", b"model = '\xff\xfe'"])
+def test_what_is_not_toml_is_named(tmp_path, content):
+    (tmp_path / "run.toml").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"run\.toml: not TOML: "):
+        Config.from_toml(tmp_path / "run.toml")
+
+
 def test_toml_round_trip(tmp_path):
     config = Config(
         model="some/model",

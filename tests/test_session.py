@@ -16,7 +16,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from slidedp import ConfigError, Layout, Optimizer, RunFailed, launch, open_run
+from slidedp import Checkpoint, ConfigError, Layout, Optimizer, RunFailed, launch, open_run
+from slidedp.checkpoint.folder import checkpoints, find
+from slidedp.checkpoint.resume import verify
 from slidedp.hold import Hold
 from slidedp.host.memory import pss_bytes
 from slidedp.policy.machines import H200
@@ -209,6 +211,9 @@ def test_a_layout_that_lands_alike_keeps_the_memory(folder, tmp_path):
             looks.append(landing_memory(run))
         assert run._landings[-1].plan.shape != first
         run.stop()
+        with pytest.raises(ConfigError, match=r"the run stops after this step|the run is stopped"):
+            run.set_layout(alike)
+        assert run.layout == replace(alike, landing="ring")
     assert all(len(files) == 1 for look in looks for files in look)
     assert looks[0] == looks[1] and looks[1] != looks[2]
 
@@ -411,6 +416,30 @@ def test_of_two_launches_into_one_folder_one_is_refused_and_changes_nothing(fold
     refused(resume="latest")
     with nothing_left(), launch(replace(config, steps=4), resume="latest") as run:
         assert run.wait(DEADLINE).metrics().index.tolist() == [0, 1, 2, 3]
+
+
+def test_going_back_to_an_earlier_checkpoint_leaves_the_later_ones_aside(folder, tmp_path, capfd):
+    checkpoint = Checkpoint(every_steps=2, keep_last=9)
+    data = replace(small_config(folder).data, eval_fraction=0.2)
+    there = tmp_path / "run"
+    config = small_config(
+        folder, steps=7, data=data, eval_every=4, checkpoint=checkpoint, run_folder=str(there)
+    )
+    with nothing_left(), launch(config) as run:
+        run.wait(DEADLINE)
+        assert run.evaluations().index.tolist() == [0, 4, 7]
+    before = {path.name: path for path in checkpoints(there / "checkpoints")}
+    assert list(before) == ["step-00000002", "step-00000004", "step-00000006"]
+    # Nothing is saved before somebody can ask for the latest.
+    config = replace(config, checkpoint=Checkpoint(keep_last=9), steps=3)
+    with nothing_left(), launch(config, resume=before["step-00000002"]) as run:
+        assert find("latest", str(there)) == before["step-00000002"]
+        run.wait(DEADLINE)
+        assert run.evaluations().index.tolist() == [0, 2, 3]
+    (aside,) = (there / "checkpoints").glob("aside-*")
+    assert sorted(path.name for path in aside.iterdir()) == ["step-00000004", "step-00000006"]
+    assert f"checkpoints of later steps are in {aside} now" in capfd.readouterr().err
+    assert [path for path in checkpoints(aside) if verify(path)] == []
 
 
 def test_what_a_launch_that_was_killed_left_is_not_taken_for_samples(folder, tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import zlib
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -115,6 +116,19 @@ def prune(folder: Path, keep_last: int) -> None:
         # Under another name first: what is half deleted is no checkpoint.
         os.rename(path, path.with_name(f".{path.name}.partial"))
     remove_partial(folder)
+
+
+def set_aside(folder: Path, step: int) -> Path | None:
+    """Moves the checkpoints of later steps into a folder of their own, which it returns: a run goes on from
+    `step`, and they are not of its past. None where there are none."""
+    later = [path for path in checkpoints(folder) if path.name > folder_name(step)]
+    if not later:
+        return None
+    aside = folder / f"aside-{datetime.now():%Y%m%d-%H%M%S-%f}"
+    aside.mkdir()
+    for path in later:
+        path.rename(aside / path.name)
+    return aside
 
 
 def remove_partial(folder: Path) -> None:

@@ -54,6 +54,7 @@ def start(function: Callable[..., None], arguments: tuple[Any, ...], processes: 
 def _enter(index: int, function: Callable[..., None], environment: dict[str, str], *arguments: Any) -> None:
     """Entry of every process."""
     die_with_parent()
+    os.umask(os.umask(0o077) | 0o002)  # checkpoints and traces are not for every user to change
     gc.freeze()  # half a million objects of imports, which every full collection would look at for 0.2 s
     os.environ.clear()
     os.environ.update(environment)

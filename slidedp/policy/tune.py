@@ -108,7 +108,7 @@ class Tuner:
         try:
             run.set_layout(layout)
         except ConfigError:
-            if not run.running:  # it has just ended
+            if run.stopping or not run.running:
                 raise RunOver from None
             raise
         self._until(lambda: len(run.log.events("layout")) >= expected)

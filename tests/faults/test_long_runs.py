@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from slidedp import launch, shortage
+from slidedp.checkpoint.folder import checkpoints
+from slidedp.host.start import import_ahead
 from slidedp.shortage import ENOUGH, LOW, MemoryWatch
 from tests.faults.trials import trials
 from tests.launching import DEADLINE, children, nothing_left, script, small_config, until
@@ -82,6 +84,7 @@ def test_a_run_keeps_to_itself_and_does_not_grow(tmp_path, monkeypatch, seed, re
     try:
         with nothing_left(), open(secret, "w") as file:
             os.set_inheritable(file.fileno(), True)
+            import_ahead()  # what ranks are forked from has this umask
             with launch(small_config(tmp_path, run_folder=str(tmp_path / "runs" / "run"))) as run:
                 pids = [process.pid for process in run._processes]
                 until(lambda: run.log.steps_done >= steps // 4 or not run.running, "a quarter", 900)
@@ -97,8 +100,13 @@ def test_a_run_keeps_to_itself_and_does_not_grow(tmp_path, monkeypatch, seed, re
                 until(lambda: run.log.steps_done >= steps or not run.running, "all steps", 3000)
                 gc.collect()
                 done, end = run.log.steps_done, held([os.getpid(), *pids])
+                run.profile(steps=1)
+                until(lambda: len(run.log.events("trace")) == 2 or not run.running, "traces")
                 run.stop()
                 run.wait(DEADLINE)
+                # What ranks and worker have written too.
+                assert checkpoints(run.folder / "checkpoints") and [*(run.folder / "traces").iterdir()]
+                assert world_writable(run.folder) == []
     finally:
         os.umask(before)
     for early, late in zip(quarter, end, strict=True):
