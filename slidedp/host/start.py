@@ -37,16 +37,23 @@ def import_ahead() -> BaseContext:
 def start(function: Callable[..., None], arguments: tuple[Any, ...], processes: int) -> mp.ProcessContext:
     """Starts `processes` processes that call `function(index, *arguments)`, and end with this one."""
     import_ahead()
-    with _deaf():
-        started = mp.start_processes(
-            _enter,
-            # The server has the environment of its own start.
-            (function, dict(os.environ), *arguments),
-            nprocs=processes,
-            join=False,
-            daemon=True,
-            start_method="forkserver",
-        )
+    started = None
+    try:
+        with _later():
+            started = mp.start_processes(
+                _enter,
+                # The server has the environment of its own start.
+                (function, dict(os.environ), *arguments),
+                nprocs=processes,
+                join=False,
+                daemon=True,
+                start_method="forkserver",
+            )
+    except BaseException:
+        for process in started.processes if started is not None else ():
+            process.kill()
+            process.join()
+        raise
     assert started is not None
     return started
 
@@ -75,3 +82,17 @@ def _deaf() -> Iterator[None]:
     finally:
         for ending, handler in previous.items():
             signal.signal(ending, handler)
+
+
+@contextmanager
+def _later() -> Iterator[None]:
+    """A signal that means a stop takes effect when the block ends: neither lost nor in the middle of it."""
+    missed: list[int] = []
+    previous = {ending: signal.signal(ending, lambda s, _: missed.append(s)) for ending in STOPPING}
+    try:
+        yield
+    finally:
+        for ending, handler in previous.items():
+            signal.signal(ending, handler)
+    for ending in missed:
+        signal.raise_signal(ending)

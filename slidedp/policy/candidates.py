@@ -227,6 +227,8 @@ class Candidates:
             {},
             {"window": 1, "gradient_slots": 1},
             {"landing": "ring"},
+            # Only where no update waits for all gradients does a ring hold a part of them.
+            {} if self.plan.config.optimizer.clip_norm is not None else {"schedule": "in_backward"},
             {"mlp_tile_tokens": least.mlp_tile_tokens},
             {"vocabulary_pieces": least.vocabulary_pieces},
         ]

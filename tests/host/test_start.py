@@ -6,6 +6,9 @@ import signal
 from multiprocessing.connection import Connection
 from multiprocessing.process import parent_process
 
+import pytest
+import torch.multiprocessing as mp
+
 from slidedp.host.start import import_ahead, start
 from tests.launching import children
 
@@ -46,6 +49,22 @@ def test_processes_leave_signals_to_the_launcher():
     answers = told([], processes=3)
     assert [index for index, *_ in answers] == [0, 1, 2]
     assert all(ignored == [True, True] and pid == os.getpid() for *_, ignored, _, pid in answers)
+
+
+def test_an_interrupt_while_processes_start_is_not_lost_and_leaves_none(monkeypatch):
+    ours, theirs = import_ahead().Pipe(duplex=False)
+    before, begin = children(), mp.start_processes
+    started = []
+
+    def interrupted(*arguments, **settings):
+        signal.raise_signal(signal.SIGINT)
+        started.append(begin(*arguments, **settings))
+        return started[0]
+
+    monkeypatch.setattr(mp, "start_processes", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start(tell, ([], theirs), 2)
+    assert len(started[0].processes) == 2 and children() == before
 
 
 def test_a_collection_does_not_look_at_what_was_imported():

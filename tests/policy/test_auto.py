@@ -16,7 +16,7 @@ from slidedp import Config, ConfigError, Data, Layout, Optimizer, cli, launch, o
 from slidedp.bench.shapes import shape
 from slidedp.policy.auto import FIELDS, STAGES, AutoPolicy
 from slidedp.policy.calibrate import THREADS, calibrated
-from slidedp.policy.candidates import GPU_SHARE, Trial
+from slidedp.policy.candidates import GPU_SHARE, Trial, fits
 from slidedp.policy.demands import demands
 from slidedp.policy.drift import DriftWatch
 from slidedp.policy.flips import TIE
@@ -27,7 +27,7 @@ from slidedp.policy.records import SHOWN, Record, load_records
 from slidedp.policy.step_time import predict
 from slidedp.policy.tune import POLICY, Tuner
 from slidedp.policy.workload import workload_of
-from slidedp.preflight import Plan, plan, under
+from slidedp.preflight import Plan, frugal, plan, under
 from slidedp.telemetry import RunLog
 from tests.launching import children, nothing_left, small_config, until
 
@@ -129,6 +129,16 @@ def test_a_host_without_room_for_gradients_updates_on_the_gpus():
     there = dataclasses.replace(WIDE, host_available=int(1.01 * least))
     chosen = AutoPolicy(there, H200.rates(workload_of(there))).decide_all()
     assert under(there, chosen).host_bytes <= there.host_available and chosen.gpu_updates > 0
+
+
+def test_without_clipping_little_memory_on_both_sides_is_enough():
+    """Layers' gradients land in a ring: the host has no room for all of them, the GPUs none to keep them."""
+    small = dataclasses.replace(frugal(WIDE.model), schedule="in_backward", landing="ring")
+    least = under(WIDE, dataclasses.replace(small, activations="recompute"))
+    device = int(1.02 * sum(least.device.values()) / GPU_SHARE)
+    there = dataclasses.replace(WIDE, host_available=int(1.01 * least.host_bytes), device_available=device)
+    chosen = AutoPolicy(there, H200.rates(workload_of(there))).decide_all()
+    assert fits(under(there, chosen)) and (chosen.schedule, chosen.landing) == ("in_backward", "ring")
 
 
 def chosen_seconds(there: Plan, machine: Machine, host: float, device: float) -> float:
