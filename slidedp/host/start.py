@@ -94,5 +94,5 @@ def _later() -> Iterator[None]:
     finally:
         for ending, handler in previous.items():
             signal.signal(ending, handler)
-    for ending in missed:
-        signal.raise_signal(ending)
+    for number in missed:
+        signal.raise_signal(number)

@@ -52,7 +52,7 @@ def test_processes_leave_signals_to_the_launcher():
 
 
 def test_an_interrupt_while_processes_start_is_not_lost_and_leaves_none(monkeypatch):
-    ours, theirs = import_ahead().Pipe(duplex=False)
+    _, theirs = import_ahead().Pipe(duplex=False)
     before, begin = children(), mp.start_processes
     started = []
 

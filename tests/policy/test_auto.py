@@ -223,7 +223,7 @@ def test_several_passes_are_beyond_it():
 
 def test_what_asks_least_of_the_host_is_tried():
     """Though it is predicted a little slower, where it fits."""
-    for device, fits in ((16, False), (40, True)):
+    for device, there_is_room in ((16, False), (40, True)):
         there, tried = planned(16, device=device), []
 
         def trial(layout: Layout, tried: list[Layout] = tried) -> Trial:
@@ -233,8 +233,8 @@ def test_what_asks_least_of_the_host_is_tried():
         policy = AutoPolicy(there, H200.rates(workload_of(there)), trial)
         chosen = policy.decide_all()
         assert tried[0].resident_updates < LAYERS + 2
-        assert (chosen.resident_updates == LAYERS + 2) == fits
-        assert fits == (dataclasses.replace(tried[0], gpu_updates=7, resident_updates=7) in tried)
+        assert (chosen.resident_updates == LAYERS + 2) == there_is_room
+        assert there_is_room == (dataclasses.replace(tried[0], gpu_updates=7, resident_updates=7) in tried)
 
 
 def test_clipping_forbids_updates_in_backward():
