@@ -33,6 +33,9 @@ GIB = 2**30
 BACKWARD = 1.35
 """Most that a compiled layer's backward holds, of what the layer keeps: Qwen3-8B's held 1.34 times that at
 65,536 tokens on an H200."""
+ATTENTION_BACKWARD = 2.55
+"""Most that it holds, of what the layer keeps besides its MLP, when the MLP's tensors are gone: Qwen3-4B's
+held 2.54 times that at 262,144 tokens, with the MLP in tiles. Among it are gradients in FP32."""
 PROCESSES = "processes and page tables (estimate)"
 PROCESS_BYTES, RANK_BYTES = GIB // 2, 2 * GIB
 """Host memory beside the data of a run on GPUs: of launcher and worker together, and of each rank. Measured:
@@ -329,12 +332,12 @@ def _workspaces(config: Config, model: Any, units: tuple[Unit, ...], dtype: torc
     compiled, tile = bool(config.compile), layout.mlp_tile_tokens
     width, slot = model.hidden_size, max(unit.numel for unit in units[1:-1])
     # What the layer keeps, computed again, with its gradients; its weights' gradients.
-    times = BACKWARD if compiled else 2.0
-    layer = slot * size + int(times * tokens * intermediates_per_token(config, model))
-    if tile:
-        whole, half = (kept_per_token(model, dtype, compiled, tiled) for tiled in (False, True))
-        mlp = sum(p.numel for p in units[1].parameters if p.local.startswith("mlp."))
-        layer += int(times * min(tile, tokens) * (whole - half)) + 4 * mlp
+    times, later = (BACKWARD, ATTENTION_BACKWARD) if compiled else (2.0, 2.0)
+    whole, half = (kept_per_token(model, dtype, compiled, tiled) - width * size for tiled in (False, True))
+    at_once = min(tile or tokens, tokens)  # of the MLP
+    mlp = sum(p.numel for p in units[1].parameters if p.local.startswith("mlp."))
+    layer = slot * size + 4 * mlp * (tile > 0)
+    layer += int(max(times * (tokens * half + at_once * (whole - half)), later * tokens * half))
     pieces = pieces_of(units[0], layout.vocabulary_pieces, int(config.ranks or 1))
     logits = 6 if compiled else 24  # bytes each: with those in FP32 that eager mode makes on the way
     # Of a weight gradient: BF16 products on a GPU add to the sum themselves.

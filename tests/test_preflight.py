@@ -223,6 +223,20 @@ def test_what_a_plan_for_gpus_says_is_what_later_runs_took(gpus, monkeypatch):
     long = config({"activations": "offload"}, sequence_length=65536, batch_size=1, ranks=1, device="cuda")
     said = plan(replace(long, model=qwen3("8B"), max_position_embeddings=65536))
     assert sum(said.device.values()) / GIB == pytest.approx(17.06, rel=0.03)
+    tiled = Layout(schedule="in_backward", mlp_tile_tokens=16384)
+    longer = replace(
+        long, model=qwen3("4B"), layout=tiled, sequence_length=2**18, max_position_embeddings=2**18
+    )
+    assert sum(plan(longer).device.values()) / GIB == pytest.approx(74.77, rel=0.03)
+    for fields, taken in (
+        ({"chunk_bytes": 2**25}, 5.32),
+        ({"chunk_bytes": 2**24, "gpu_updates": 4, "activations": "offload"}, 7.44),
+        ({"chunk_bytes": 2**24, "gpu_updates": 10}, 10.59),
+    ):
+        layout = Layout(schedule="in_backward", landing="ring", vocabulary_pieces=4, **fields)
+        run = config(sequence_length=1024, batch_size=4, ranks=1, device="cuda")
+        said = plan(replace(run, model=qwen3("8B"), layout=layout))
+        assert sum(said.device.values()) / GIB == pytest.approx(taken, rel=0.03), fields
 
 
 def test_a_plan_for_gpus_counts_processes_and_page_tables(gpus):
