@@ -43,14 +43,14 @@ class Material(NamedTuple):
 
 def run_folder(config: Config) -> Path:
     """Where the run will write, which may not exist."""
-    return Path(config.run_folder or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S-%f")).resolve()
+    return Path(config.run_folder or Path("runs") / datetime.now().strftime("%Y%m%d-%H%M%S-%f")).absolute()
 
 
 def check_run_folder(folder: Path, config: Config, source: Path | None) -> None:
     """Refuses a folder that holds another run than the one that goes on from its checkpoint `source`."""
     if not (folder / RUN).exists():
         return
-    if source is None or source.parent.resolve() != folder / CHECKPOINTS:
+    if source is None or source.parent.resolve() != (folder / CHECKPOINTS).resolve():
         remedy = "give another folder"
         if source is None and checkpoints(folder / CHECKPOINTS):
             remedy += ", or resume='latest' to go on with it"
