@@ -16,7 +16,7 @@ from slidedp.checkpoint.resume import check, check_samples, load, verify
 from slidedp.data.samples import Samples, write_samples
 from slidedp.data.stdlib import stdlib_files, train_tokenizer
 from slidedp.host.state import HostState, state_bytes
-from slidedp.launching import held, prepare_data
+from slidedp.launching import check_run_folder, held, prepare_data, run_folder
 from slidedp.model.units import Parameter, Unit
 from tests.checkpoint.contents import CONFIG, SIZES, loaded
 from tests.host.bench import make_units
@@ -117,6 +117,19 @@ def test_refused_data_leave_those_of_the_run(tmp_path, good):
     material = prepare_data(plan(config), None, run, tokenizer)
     assert material.samples.folder == run / "samples" and list(run.iterdir()) == [run / "samples"]
     assert material.samples.count == material.contents["count"] and material.samples.length == 8
+
+
+def test_a_run_folder_may_be_reached_by_a_link(tmp_path):
+    run, link = tmp_path / "run", tmp_path / "link"
+    run.mkdir()
+    link.symlink_to(run)
+    (run / "run.json").write_text('{"ranks": 2}')
+    (run / "events.jsonl").touch()
+    source = run / "checkpoints" / "step-00000004"
+    config = replace(CONFIG, run_folder=str(link), ranks=2)
+    check_run_folder(run_folder(config), config, source)
+    with pytest.raises(ConfigError, match="link': holds a run already"):
+        check_run_folder(run_folder(config), config, tmp_path / "other" / "checkpoints" / "step-00000004")
 
 
 def test_what_holds_no_checkpoint_is_refused(tmp_path, monkeypatch):
