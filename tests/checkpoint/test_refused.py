@@ -137,9 +137,9 @@ def test_what_holds_no_checkpoint_is_refused(tmp_path, monkeypatch):
     for resume in ("none", tmp_path):
         with pytest.raises(ConfigError, match="no checkpoint there"):
             find(resume, None)
-    for run_folder in (None, "run"):
-        with pytest.raises(ConfigError, match=f"no checkpoint in {run_folder or 'runs'}"):
-            find("latest", run_folder)
+    for given in (None, "run"):
+        with pytest.raises(ConfigError, match=f"no checkpoint in {given or 'runs'}"):
+            find("latest", given)
 
 
 def test_latest_is_the_last_written_of_all_runs(tmp_path, monkeypatch):
