@@ -8,7 +8,7 @@ from pathlib import Path
 from slidedp.errors import ConfigError
 
 ATTEMPTS = 10
-"""Somebody who asks whether the folder is held has it for a moment."""
+"""Whoever asks `is_held` has the lock for a moment."""
 
 
 class Hold:
@@ -16,15 +16,10 @@ class Hold:
 
     def __init__(self, folder: Path) -> None:
         self._descriptor: int | None = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        for attempt in range(ATTEMPTS):
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(0.01 * (attempt < ATTEMPTS - 1))
-            except OSError:
+        for _ in range(ATTEMPTS):
+            if not _taken(self._descriptor):
                 return
-            else:
-                return
+            time.sleep(0.01)
         self.close()
         raise ConfigError(
             f"run_folder={str(folder)!r}: a run writes there now: stop it first, or give another folder"
@@ -44,11 +39,17 @@ def is_held(folder: Path) -> bool:
     except OSError:
         return False
     try:
+        return _taken(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _taken(descriptor: int) -> bool:
+    """Whether somebody else has the lock; else it is this descriptor's now, if there are locks."""
+    try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
+    except OSError:  # a file system without them
+        pass
     return False

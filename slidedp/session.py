@@ -144,7 +144,7 @@ class Run:
         """`starting`, `running`, `finished`, `stopped` or `failed`."""
         self.failure: str | None = None
         self._troubles: dict[str, str] = {}
-        """Of what kind -> what is wrong while the run goes on."""
+        """By process, or "memory" or "checkpoint": what is wrong with it while the run goes on."""
         model = skeleton(preflight.model)
         flops = flops_per_token(model, material.samples.attended_length())
         self._landings: list[Landing] = []
@@ -258,10 +258,10 @@ class Run:
                 while len(self._landings) > 1:
                     self._landings.pop(0).close()
         elif event["kind"] in ("stall", "memory_low"):
-            self._troubles[event["process"] if event["kind"] == "stall" else "memory"] = event["text"]
+            self._troubles[event.get("process", "memory")] = event["text"]
             say(event["text"])
         elif event["kind"] in ("stall_over", "memory_enough"):
-            self._troubles.pop(event["process"] if event["kind"] == "stall_over" else "memory", None)
+            self._troubles.pop(event.get("process", "memory"), None)
             say(event["text"])
         elif event["kind"] == "checkpoint":
             self._troubles.pop("checkpoint", None)
