@@ -23,8 +23,7 @@ from slidedp.session import Run
 from slidedp.steps import Step, StepReader
 from slidedp.telemetry import RunLog
 from slidedp.widgets.curves import Curves, values_of
-from slidedp.widgets.echo import Echo
-from slidedp.widgets.fit import FitWidth, full_width, update_traces
+from slidedp.widgets.figure_view import FigureView
 from slidedp.widgets.memory import memory_bars, size
 
 REFRESH_SECONDS = 0.2
@@ -81,7 +80,8 @@ class Dashboard(ipywidgets.VBox):
         """(first step, predicted seconds) of each layout so far."""
         self._evaluations = 0  # those that are drawn
         cuda = description["config"]["device"] == "cuda"
-        self.figure = full_width(_figure(self._ranks, cuda, self._first_step))
+        self.figure = _figure(self._ranks, cuda, self._first_step)
+        self._view = FigureView()
         self._bar = ipywidgets.IntProgress(max=self._steps, layout={"width": "240px"})
         self._text = ipywidgets.HTML()
         self._stop = ipywidgets.Button(
@@ -95,18 +95,15 @@ class Dashboard(ipywidgets.VBox):
         choices = [("all ranks", -1), *((f"rank {rank}", rank) for rank in range(self._ranks))]
         self._choice = ipywidgets.Dropdown(options=choices, layout={"width": "110px"})
         self._saved, self._memory, self._layouts, self._error = (ipywidgets.HTML() for _ in range(4))
-        self._echo = Echo()
         head = [self._stop, self._save, self._choice, self._bar, self._text]
         super().__init__(
             [
                 ipywidgets.HBox(head, layout={"align_items": "center"}),
-                self.figure,
+                self._view,
                 self._saved,
                 self._layouts,
                 self._memory,
                 self._error,
-                FitWidth(),
-                self._echo,
             ]
         )
         traitlets.link((self._choice, "value"), (self, "rank"))
@@ -129,9 +126,9 @@ class Dashboard(ipywidgets.VBox):
             self._recent.extend(new)
             self._last = new[-1]
             self.step = new[-1].step + 1
-        if new or len(self._reader.evaluations) > self._evaluations:
+        switched = self._show_switches()
+        if new or switched or len(self._reader.evaluations) > self._evaluations:
             self._draw()
-        self._show_switches()
         self._show_checkpoint()
         ends = self._log.events("end") if over else []
         self.status = ends[-1]["status"] if ends else (self._run or self._log).status
@@ -187,9 +184,11 @@ class Dashboard(ipywidgets.VBox):
             outcome = event["path"] or f"failed: {event['error']}"
             self._saved.value = _preformatted(f"checkpoint of step {event['step']}: {outcome}")
 
-    def _show_switches(self) -> None:
-        """A dotted line, and a line of text, for every layout that the run has switched to."""
-        for step, layout in self._reader.layouts[len(self._switches) :]:
+    def _show_switches(self) -> bool:
+        """A dotted line, and a line of text, for every layout that the run has switched to; whether there
+        are new ones."""
+        new = self._reader.layouts[len(self._switches) :]
+        for step, layout in new:
             before = self._reader.layouts[len(self._switches) - 1][1] if self._switches else None
             before = before or self._log.description["config"]["layout"]
             changed = ", ".join(
@@ -198,14 +197,16 @@ class Dashboard(ipywidgets.VBox):
                 if _differ(value, before.get(name))
             )
             self._switches.append(f"step {step}: {changed or 'the same layout again'}")
+            for panel in (LOSS, SPEED, SECONDS, WAITS):
+                line = {"dash": "dot", "color": "#777777", "width": 1}
+                self.figure.add_vline(x=step - 0.5, line=line, row=panel[0], col=panel[1])
             if changed:
                 seconds = math.nan if self._predict is None else self._predict(Layout(**layout))
                 self._predictions.append((step, seconds))
                 self.predicted = seconds
-            for panel in (LOSS, SPEED, SECONDS, WAITS):
-                line = {"dash": "dot", "color": "#777777", "width": 1}
-                self.figure.add_vline(x=step - 0.5, line=line, row=panel[0], col=panel[1])
+        if new:
             self._layouts.value = _preformatted("switched at " + "\n            ".join(self._switches))
+        return bool(new)
 
     def _draw(self) -> None:
         curves, figure = self._curves, self.figure
@@ -221,32 +222,25 @@ class Dashboard(ipywidgets.VBox):
         if self._evaluations and "held-out" not in known:
             figure.add_trace(_held_out(), *LOSS)
         who = "all" if self.rank < 0 else str(self.rank)
-        values: dict[int, dict[str, Any]] = {}
-        shades: dict[int, dict[str, Any]] = {}
-        x: Any
-        y: Any
-        for index, trace in enumerate(figure.data):
+        for trace in figure.data:
             kind, _, rest = trace.meta.partition(" ")
             if kind == "recent":
-                x, y = self._recent_waits(rest)
+                trace.x, trace.y = self._recent_waits(rest)
             elif kind == "held-out":
-                x, y = np.array(self._reader.evaluations).T
+                trace.x, trace.y = np.array(self._reader.evaluations).T
             elif kind == "predicted":
-                x, y = self._predicted_curve()
+                trace.x, trace.y = self._predicted_curve()
+                trace.showlegend = any(math.isfinite(seconds) for _, seconds in self._predictions)
             else:
-                x, y = curves.curve(f"wait {who} {rest}" if kind == "wait" else trace.meta)
-            values[index] = {"x": x, "y": y}
+                trace.x, trace.y = curves.curve(f"wait {who} {rest}" if kind == "wait" else trace.meta)
             if kind == "loss" and rest:
-                shades[index] = {"opacity": 0.8 if self.rank in (-1, int(rest)) else 0.15}
-        update_traces(figure, values)
-        update_traces(figure, shades)
+                trace.opacity = 0.8 if self.rank in (-1, int(rest)) else 0.15
+        self._view.show(figure)
 
     def _show_predicted(self) -> None:
         begin, _ = self._predictions[-1]
         self._predictions[-1] = (begin, self.predicted)
         self._draw()
-        (line,) = self.figure.select_traces({"meta": "predicted"})
-        line.showlegend = any(math.isfinite(seconds) for _, seconds in self._predictions)
 
     def _predicted_curve(self) -> tuple[np.ndarray, np.ndarray]:
         """A level for each layout, between the lines that mark the switches."""
@@ -259,7 +253,7 @@ class Dashboard(ipywidgets.VBox):
             if begin <= steps[-1]:
                 x += [max(steps[0], begin - 0.5), min(steps[-1], end - 0.5)]
                 y += [seconds, seconds]
-        return np.array(x), np.array(y)  # arrays travel as bytes: the NaN of no prediction is no JSON
+        return np.array(x), np.array(y)
 
     def _recent_waits(self, cause: str) -> tuple[list[float], list[str]]:
         """Percentage of compute's time that each rank has waited in the recent steps."""
@@ -280,7 +274,7 @@ class Dashboard(ipywidgets.VBox):
                 self.update()
                 pause = max(REFRESH_SECONDS, IDLE * (time.monotonic() - begun))
                 if running:
-                    await self._echo.wait(UNSEEN_SECONDS)
+                    await self._view.wait(UNSEEN_SECONDS)
                     await asyncio.sleep(pause)
         except Exception:  # a task's exception is seen by no one
             self._error.value = _preformatted(traceback.format_exc())

@@ -6,7 +6,6 @@ from typing import Any
 
 import ipywidgets
 import pandas as pd
-import plotly.graph_objects as go
 import traitlets
 
 from slidedp.config import Config
@@ -18,10 +17,10 @@ from slidedp.policy.words import NAMES, WAITS
 from slidedp.policy.workload import workload_of
 from slidedp.preflight import Plan, plan, under
 from slidedp.session import Run
-from slidedp.widgets.fit import FitWidth, full_width, update_traces
+from slidedp.widgets.figure_view import FigureView
 from slidedp.widgets.layer_strip import LayerStrip
 from slidedp.widgets.memory import memory_bars
-from slidedp.widgets.timeline import timeline_bars, timeline_figure
+from slidedp.widgets.timeline import timeline_figure
 
 CHUNKS_MIB = (0.0625, 0.25, 1, 4, 8, 16, 32, 64, 128, 256, 512)
 
@@ -57,11 +56,11 @@ class LayoutEditor(traitlets.HasTraits):
         )
         self._button.on_click(lambda _: self.apply())
         self._text, self._memory, self._error = (ipywidgets.HTML() for _ in range(3))
-        self.figure = full_width(go.Figure())
+        self._view = FigureView()
         left = ipywidgets.VBox([*self._controls.values(), self._button], layout={"min_width": "360px"})
         right = ipywidgets.VBox([self._text, self._memory])
         top = ipywidgets.HBox([left, right])
-        self.widget = ipywidgets.VBox([top, self.strip, self.figure, self._error, FitWidth()])
+        self.widget = ipywidgets.VBox([top, self.strip, self._view, self._error])
         super().__init__()
         self.observe(self._show, "layout")
         self.layout = start
@@ -144,22 +143,10 @@ class LayoutEditor(traitlets.HasTraits):
         return f"<div style='line-height:1.5'>{'<br>'.join(lines)}</div>"
 
     def _draw(self, prediction: Prediction) -> None:
-        """Moves the bars of the figure; a new one would flicker."""
         spans = pd.DataFrame(prediction.timeline, columns=["track", "unit", "phase", "start", "end"])
         spans = spans.assign(rank=-1)  # rows without a rank's name: all ranks are alike
-        figure = self.figure
-        if not figure.data:  # the layout once: it takes plotly longer than all the rest
-            figure.update(timeline_figure(spans, title="Predicted step").to_dict())
-            return
-        drawn = {trace.name: trace for trace in timeline_bars(spans)}
-        for name in drawn.keys() - {trace.name for trace in figure.data}:
-            figure.add_trace(drawn[name])
-        nothing = go.Bar(base=[], x=[], y=[], customdata=[])
-        values = {}
-        for index, trace in enumerate(figure.data):
-            new = drawn.get(trace.name, nothing)
-            values[index] = {name: new[name] for name in ("base", "x", "y", "customdata")}
-        update_traces(figure, values)
+        self.figure = timeline_figure(spans, title="Predicted step")
+        self._view.show(self.figure)
 
 
 def _plan(source: Config | Run) -> Plan:

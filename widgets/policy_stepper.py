@@ -14,12 +14,10 @@ from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.records import Candidate, Record, load_records, save_records
 from slidedp.policy.words import NAMES
 from slidedp.preflight import GIB
-from slidedp.widgets.fit import FitWidth, full_width, update_traces
+from slidedp.widgets.figure_view import FigureView
 
 SHOWN = 12
 """Candidates of a record that are drawn, the fastest first."""
-PREDICTED, BOUND, MEASURED = 0, 1, 2
-"""Traces of the figure."""
 PAD = " style='text-align:left;padding-right:14px'"
 BLUE, ORANGE, GREY, BLACK = "#0072B2", "#E69F00", "#BBBBBB", "#000000"
 
@@ -47,10 +45,10 @@ class PolicyStepper(ipywidgets.VBox):
         self._overrule = _button("Overrule", "hand-o-up", lambda: self.override(self._others.value))
         self._save = _button("Export JSON", "download", self.export)
         self._where, self._text, self._table, self._error = (ipywidgets.HTML() for _ in range(4))
-        self.figure = _figure()
+        self.figure, self._view = _figure(), FigureView()
         head = ipywidgets.HBox([self._back, self._forward, self._where], layout={"align_items": "center"})
         tail = ipywidgets.HBox([self._others, self._overrule, self._save])
-        super().__init__([head, self._text, self.figure, self._table, tail, self._error, FitWidth()])
+        super().__init__([head, self._text, self._view, self._table, tail, self._error])
         self.observe(lambda _: self._show(), "index")
         if self._records:
             self.index = 0
@@ -139,14 +137,12 @@ class PolicyStepper(ipywidgets.VBox):
             BLUE if i == record.chosen else "#9ECAE9" if record.candidates[i].fits else GREY for i in order
         ][::-1]
         measured = [(row, c) for row, c in zip(rows, shown, strict=True) if c.measured_seconds is not None]
-        values = {
-            PREDICTED: {"x": [c.predicted_seconds for c in shown], "y": rows},
-            BOUND: {"x": [c.bound_seconds for c in shown], "y": rows},
-            MEASURED: {"x": [c.measured_seconds for _, c in measured], "y": [row for row, _ in measured]},
-        }
-        update_traces(self.figure, values)
-        update_traces(self.figure, {PREDICTED: {"marker.color": colors}})
+        predicted, bound, real = self.figure.data
+        predicted.update(x=[c.predicted_seconds for c in shown], y=rows, marker_color=colors)
+        bound.update(x=[c.bound_seconds for c in shown], y=rows)
+        real.update(x=[c.measured_seconds for _, c in measured], y=[row for row, _ in measured])
         self.figure.update_layout(height=130 + 26 * len(rows), yaxis_categoryarray=rows)
+        self._view.show(self.figure)
 
 
 def _button(text: str, icon: str, action: object) -> ipywidgets.Button:
@@ -155,7 +151,7 @@ def _button(text: str, icon: str, action: object) -> ipywidgets.Button:
     return button
 
 
-def _figure() -> go.FigureWidget:
+def _figure() -> go.Figure:
     tick = {"symbol": "line-ns-open", "size": 18, "color": BLACK, "line": {"color": BLACK, "width": 2}}
     diamond = {"symbol": "diamond", "size": 11, "color": ORANGE, "line": {"color": BLACK, "width": 1}}
     figure = go.Figure(
@@ -173,7 +169,7 @@ def _figure() -> go.FigureWidget:
     )
     figure.update_xaxes(title="seconds a step", rangemode="tozero")
     figure.update_yaxes(categoryorder="array", automargin=True, ticklabelstandoff=4)
-    return full_width(figure)
+    return figure
 
 
 def _fastest(record: Record, most: int | None = SHOWN) -> list[int]:

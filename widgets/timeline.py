@@ -43,7 +43,7 @@ def timeline_figure(spans: pd.DataFrame, title: str = "", predicted: pd.DataFram
     figure = go.Figure()
     rows = row_order(spans)
     if predicted is None:
-        figure.add_traces(timeline_bars(spans))
+        figure.add_traces([*_bars(spans.assign(row=_row_names(spans)), WHOLE_ROW, True)])
     else:
         below = _for_every_row(predicted, spans)
         figure.add_traces([*_bars(spans.assign(row=_row_names(spans)), MEASURED, True)])
@@ -60,11 +60,6 @@ def timeline_figure(spans: pd.DataFrame, title: str = "", predicted: pd.DataFram
     figure.update_yaxes(categoryorder="array", categoryarray=rows[::-1], automargin=True)
     figure.update_yaxes(range=[-0.6, len(rows) - 0.4])
     return figure
-
-
-def timeline_bars(spans: pd.DataFrame) -> list[go.Bar]:
-    """The bars of `timeline_figure`, one trace per phase."""
-    return [*_bars(spans.assign(row=_row_names(spans)), WHOLE_ROW, True)]
 
 
 def row_order(spans: pd.DataFrame) -> list[str]:

@@ -14,7 +14,7 @@ from slidedp import trace
 from slidedp.errors import ConfigError
 from slidedp.session import Run
 from slidedp.telemetry import RunLog, open_run
-from slidedp.widgets.fit import FitWidth, full_width, update_traces
+from slidedp.widgets.figure_view import FigureView
 from slidedp.widgets.timeline import timeline_figure
 
 VIEWS = ("timeline", "operators", "kernels", "memory")
@@ -59,8 +59,10 @@ class TraceView(ipywidgets.VBox):
         self._predicted = None if predicted is None else pd.DataFrame(predicted, columns=columns)
         self.recording: trace.Recording | None = None
         self._updating = False
-        self.figure: go.FigureWidget | None = None
+        self.figure: go.Figure | None = None
         """The plotly figure on show; None with a table."""
+        self._plot = FigureView()
+        self._plot.observe(lambda _: self._zoomed(), "x_range")
         button = ipywidgets.Button(description="Record 2 steps", icon="circle", layout={"width": "140px"})
         button.on_click(lambda _: self.record())
         again = ipywidgets.Button(description="Refresh", icon="refresh", layout={"width": "100px"})
@@ -116,7 +118,7 @@ class TraceView(ipywidgets.VBox):
                 self._open()
             self._first.value, self._step.value = self.first, self.step
             self._rank.value, self._view.value = self.rank, self.view
-            self._body.children = [self._content(), FitWidth()]  # a new figure has to be fitted anew
+            self._body.children = [self._content()]
         except (ConfigError, traitlets.TraitError) as error:
             self._error.value = f"<pre>{html.escape(str(error))}</pre>"
         except Exception:  # in a callback, nobody else would see it
@@ -142,9 +144,13 @@ class TraceView(ipywidgets.VBox):
             self.figure = _memory_figure(trace.memory(self.recording, self.rank, self.step))
         else:
             self.figure = self._timeline()
-        return self.figure
+        # Of other events, what one has zoomed to says nothing.
+        self.figure.layout.uirevision = f"{self.view} {self.first} {self.step} {self.rank}"
+        self._plot.x_range = []  # so that the next zoom is a change, wherever to
+        self._plot.show(self.figure)
+        return self._plot
 
-    def _timeline(self) -> go.FigureWidget:
+    def _timeline(self) -> go.Figure:
         """Phases of all ranks, and below them the streams and threads of the chosen one."""
         assert self.recording is not None
         spans = trace.timeline(self.recording, self.step)
@@ -167,30 +173,26 @@ class TraceView(ipywidgets.VBox):
         axis.categoryarray = [*rows[::-1], *axis.categoryarray]
         axis.range = [-0.6, len(axis.categoryarray) - 0.4]
         figure.layout.height += 26 * len(rows)
-        widget = full_width(figure)
         end = float(max(spans["end"].max(), 1e-3))
-        widget.layout.xaxis.range = [-0.01 * end, 1.01 * end]
-        self._show_events(widget)
-        widget.layout.on_change(lambda *_: self._show_events(widget), "xaxis.range")
-        return widget
+        figure.layout.xaxis.range = [-0.01 * end, 1.01 * end]
+        self._show_events(figure, *figure.layout.xaxis.range)
+        return figure
 
-    def _show_events(self, figure: go.FigureWidget) -> None:
-        """Draws the events of the visible range that are at least a pixel wide."""
-        left, right = figure.layout.xaxis.range
+    def _zoomed(self) -> None:
+        if self.view == "timeline" and self.figure is not None and self._plot.x_range:
+            self._show_events(self.figure, *self._plot.x_range)
+            self._plot.show(self.figure)
+
+    def _show_events(self, figure: go.Figure, left: float, right: float) -> None:
+        """Draws the events between two times that are at least a pixel wide."""
         table = self._events
         table = table[(table["end"] >= left) & (table["start"] <= right)]
         table = table[table["end"] - table["start"] >= (right - left) / PIXELS]
-        values = {}
-        for index, bars in enumerate(figure.data):
+        for bars in figure.data:
             if bars.meta in KINDS:
                 part = table[table["category"] == bars.meta]
-                values[index] = {
-                    "base": part["start"].to_numpy(),
-                    "x": (part["end"] - part["start"]).to_numpy(),
-                    "y": part["row"].to_list(),
-                    "customdata": part["name"].to_list(),
-                }
-        update_traces(figure, values)
+                bars.base, bars.x = part["start"].to_numpy(), (part["end"] - part["start"]).to_numpy()
+                bars.y, bars.customdata = part["row"].to_list(), part["name"].to_list()
 
 
 def _table(table: pd.DataFrame, what: str) -> ipywidgets.HTML:
@@ -201,7 +203,7 @@ def _table(table: pd.DataFrame, what: str) -> ipywidgets.HTML:
     return ipywidgets.HTML(f"<p>{html.escape(what)}{more}</p>{body}")
 
 
-def _memory_figure(table: pd.DataFrame) -> go.FigureWidget:
+def _memory_figure(table: pd.DataFrame) -> go.Figure:
     figure = go.Figure()
     for device, part in table.groupby("device"):
         kept = np.unique(np.linspace(0, len(part) - 1, min(len(part), 5000)).astype(int))
@@ -216,4 +218,4 @@ def _memory_figure(table: pd.DataFrame) -> go.FigureWidget:
     figure.update_layout(template="plotly_white", height=360, margin={"t": 20, "b": 40}, showlegend=True)
     figure.update_xaxes(title="ms since the step began")
     figure.update_yaxes(title="MiB in tensors", rangemode="tozero")
-    return full_width(figure)
+    return figure

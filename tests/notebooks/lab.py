@@ -78,12 +78,18 @@ class Notebook:
 
     def __init__(self, page: Page, address: str, name: str) -> None:
         self.page = page
+        self.received: list[int] = []
+        """Bytes of every message from the server."""
+        page.on(
+            "websocket", lambda socket: socket.on("framereceived", lambda m: self.received.append(len(m)))
+        )
         base, query = address.split("?")
         page.goto(f"{base}/tree/{name}?{query}")
         page.wait_for_function(
             "() => window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status == 'idle'",
             timeout=90_000,
         )
+        page.locator(".jp-Notebook .jp-Cell").first.wait_for()  # a tab beside it may be in front at first
 
     def run(self, cell: int, wait: bool = True) -> None:
         """Runs a cell; `wait` until it is done, and fails with what it raised."""

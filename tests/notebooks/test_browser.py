@@ -129,7 +129,7 @@ def test_a_visit(notebook):
     until(lambda: steps(notebook) > 5, "steps on the dashboard")
     seen = steps(notebook)
     until(lambda: steps(notebook) > seen, "more steps on the dashboard")
-    until(lambda: int(notebook.ask("dashboard._echo.drawn")) > 2, "answers of the browser")
+    until(lambda: int(notebook.ask("dashboard._view.drawn")) > 2, "answers of the browser")
     processes = pids(notebook)
     assert len(processes) == 3 and all(alive(pid) for pid in processes)
 
@@ -219,3 +219,62 @@ def test_the_quickstart(tmp_path):
                 shoot(notebook, cell, name)
         assert "run folder:" in notebook.text(cell)
     until(lambda: children() <= before, "the end of the server")
+
+
+FIGURE = [
+    """
+import plotly.graph_objects as go
+from slidedp.widgets.figure_view import FigureView
+figure = go.Figure(go.Bar(x=[8], y=["first row"], orientation="h"), {"height": 300})
+view = FigureView()
+view.show(figure)
+view
+""",
+    "view",
+    "figure.add_bar(x=[4], y=['second row'], orientation='h')\nview.show(figure)",
+]
+
+
+SLOW_MODULES = """() => {
+    const pause = "await new Promise(done => setTimeout(done, 4000));";
+    window.Blob = class extends window.Blob {
+        constructor(parts, options) {
+            super(parts?.[0]?.length > 1e6 ? [pause, ...parts] : parts, options);
+        }
+    };
+}"""
+"""Makes large modules take 4 s to load: anywidget gives up on a widget after 2."""
+
+
+@pytest.fixture
+def figures(folder, address):
+    write_notebook(folder / "figures.ipynb", FIGURE)
+    with browser(address, "figures.ipynb") as notebook:
+        yield notebook
+        notebook.command("kernelmenu:shutdown")
+
+
+def test_figures_in_a_browser_that_takes_seconds_to_load_plotly(figures):
+    figures.page.evaluate(SLOW_MODULES)
+    first, second, change = figures.code_cells()
+    figures.run(first)
+    plot = figures.cell(first).locator(".js-plotly-plot")
+    plot.get_by_text("first row").wait_for()
+    figures.run(second)  # the same view again
+    figures.cell(second).get_by_text("first row").wait_for()
+
+    # A zoom reaches the kernel, and stays when the figure changes.
+    plot.scroll_into_view_if_needed()
+    area = plot.locator(".nsewdrag").bounding_box()
+    middle = area["y"] + area["height"] / 2
+    figures.page.mouse.move(area["x"] + 10, middle)
+    figures.page.mouse.down()
+    figures.page.mouse.move(area["x"] + area["width"] / 2, middle, steps=4)
+    figures.page.mouse.up()
+    until(lambda: figures.ask("bool(view.x_range)") == "True", "the zoom")
+    zoomed = figures.ask("view.x_range")
+    figures.run(change)
+    for cell in (first, second):
+        figures.cell(cell).get_by_text("second row").wait_for()
+    assert plot.evaluate("figure => figure.layout.xaxis.range") == pytest.approx(eval(zoomed))
+    assert sum(size > 1e6 for size in figures.received) == 1  # plotly, once

@@ -5,7 +5,6 @@ import html
 import json
 
 import pytest
-from plotly.basedatatypes import Undefined
 
 from slidedp import Config, ConfigError, Data, Layout, Optimizer, Run
 from slidedp.bench.shapes import qwen3
@@ -16,6 +15,7 @@ from slidedp.policy.step_time import predict
 from slidedp.policy.workload import workload_of
 from slidedp.preflight import GIB, plan, under
 from slidedp.widgets import LayerStrip, LayoutEditor, PolicyStepper
+from slidedp.widgets.figure_view import FigureView
 
 
 @pytest.fixture(scope="module")
@@ -75,15 +75,22 @@ def test_controls_make_the_layout_and_its_prediction(editor, planned, rates):
     )
 
 
-def test_the_browser_is_told_of_every_trace_in_full(editor):
-    """What plotly leaves out of a message as unchanged, the browser's copy of the figure would lose."""
-    messages = []
-    editor.figure.observe(lambda change: messages.append(change["new"]), "_py2js_update")
-    editor.strip.paint("keep", 20, 28)  # moves spans, and changes no row
-    (message,) = [m for m in messages if m]
-    assert message["style_traces"] == list(range(len(editor.figure.data)))
-    assert not any(value is Undefined for values in message["style_data"].values() for value in values)
-    assert set(message["style_data"]) >= {"base", "x"} and "customdata" not in message["style_data"]
+def test_the_browser_is_sent_the_figure_and_not_plotly_with_it(editor):
+    before = editor._view.shown
+    editor.strip.paint("keep", 20, 28)
+    content = editor._view._content
+    assert content["number"] == editor._view.shown > before
+    assert json.loads(content["json"]) == json.loads(editor.figure.to_json())
+    assert len(json.dumps({name: str(value) for name, value in editor._view.get_state().items()})) < 1e5
+
+
+def test_figures_share_plotly_even_if_somebody_has_closed_it(editor):
+    first = FigureView()
+    assert first._plotly is editor._view._plotly and "Plotly" in first._plotly.source
+    first._plotly.close()
+    second = FigureView()
+    assert second._plotly is not first._plotly and second._plotly.comm is not None
+    assert FigureView()._plotly is second._plotly
 
 
 def test_a_layout_sets_the_controls(editor):

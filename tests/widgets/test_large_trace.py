@@ -67,7 +67,7 @@ def test_only_what_can_be_seen_is_sent_to_the_browser(folder):
     assert len(view.figure.to_json()) < 1e6
     # Of the part that one zooms into, everything is there.
     begin, end = events["start"].iloc[5_000], events["end"].iloc[5_020]
-    view.figure.layout.xaxis.range = [begin, end]
+    view._plot.x_range = [begin, end]
     visible = events[(events["end"] >= begin) & (events["start"] <= end)]
     wide = visible[visible["end"] - visible["start"] >= (end - begin) / 1200]
     assert list(drawn(view).customdata) == list(wide["name"]) and len(wide) > 10

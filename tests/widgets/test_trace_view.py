@@ -46,9 +46,9 @@ def test_the_timeline_shows_all_ranks_and_zooming_in_shows_more(run):
     events = trace.events(view.recording, 0, step)
     shown = len(bars(view.figure, "operators").x)
     first = events.iloc[len(events) // 2]
-    view.figure.layout.xaxis.range = [first["start"] - 1e-4, first["end"] + 1e-4]
+    view._plot.x_range = [first["start"] - 1e-4, first["end"] + 1e-4]
     assert first["name"] in bars(view.figure, "operators").customdata
-    view.figure.layout.xaxis.range = [spans["start"].min(), spans["end"].max()]
+    view._plot.x_range = [spans["start"].min(), spans["end"].max()]
     assert len(bars(view.figure, "operators").x) in range(shown - 2, shown + 3) and shown < len(events)
 
 
