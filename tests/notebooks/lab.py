@@ -84,7 +84,7 @@ class Notebook:
             "websocket", lambda socket: socket.on("framereceived", lambda m: self.received.append(len(m)))
         )
         base, query = address.split("?")
-        page.goto(f"{base}/tree/{name}?{query}")
+        page.goto(f"{base}/workspaces/{Path(name).stem}/tree/{name}?{query}")  # with no other tab
         page.wait_for_function(
             "() => window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status == 'idle'",
             timeout=90_000,
