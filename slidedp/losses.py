@@ -5,6 +5,8 @@ from collections import deque
 from statistics import median
 from typing import Any
 
+from slidedp.steps import Reports, mean_loss
+
 WINDOW, FEWEST = 50, 20
 """Steps that a loss is compared with, at most and at least."""
 SPREADS, SHARE = 8.0, 0.1
@@ -16,19 +18,14 @@ class LossWatch:
     """Told each rank's step events; returns an event when the global loss of a step stands out."""
 
     def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
-        self._partial: dict[int, list[dict[str, Any]]] = {}
+        self._reports = Reports(ranks)
         self._losses: deque[float] = deque(maxlen=WINDOW)
 
     def add(self, event: dict[str, Any]) -> dict[str, Any] | None:
         """None, or an event `loss_spike` or `loss_not_finite`."""
-        step = event["step"]
-        parts = self._partial.setdefault(step, [])
-        parts.append(event)
-        if len(parts) < self._ranks:
+        if (ranks := self._reports.add(event)) is None:
             return None
-        del self._partial[step]
-        loss = sum(e["loss_sum"] for e in parts) / max(1, sum(e["targets"] for e in parts))
+        step, loss = event["step"], mean_loss(ranks)
         if not math.isfinite(loss):
             return {"kind": "loss_not_finite", "step": step, "text": f"the loss of step {step} is {loss}"}
         middle = median(self._losses) if len(self._losses) >= FEWEST else math.inf

@@ -37,13 +37,29 @@ def mean_loss(ranks: list[dict[str, Any]]) -> float:
     return float(sum(e["loss_sum"] for e in ranks) / max(1, sum(e["targets"] for e in ranks)))
 
 
+class Reports:
+    """What the ranks report of each step, until all have."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._partial: dict[int, list[dict[str, Any]]] = {}
+
+    def add(self, event: dict[str, Any]) -> list[dict[str, Any]] | None:
+        """All ranks' events of a step, in rank order, once this is the last of them."""
+        there = self._partial.setdefault(event["step"], [])
+        there.append(event)
+        if len(there) < self._ranks:
+            return None
+        return sorted(self._partial.pop(event["step"]), key=lambda e: e["rank"])
+
+
 class StepReader:
     """Follows a log step by step, at a cost that does not grow with the length of the run."""
 
     def __init__(self, log: RunLog) -> None:
         self._log, self._index = log, 0
-        self._partial: dict[int, list[dict[str, Any]]] = {}
-        self._evaluated: dict[int, list[dict[str, Any]]] = {}
+        ranks = int(log.description["ranks"])
+        self._steps, self._evaluations = Reports(ranks), Reports(ranks)
         self.evaluations: list[tuple[int, float]] = []
         """(step, mean loss) of every evaluation that all ranks have reported."""
         self.layouts: list[tuple[int, dict[str, Any]]] = []
@@ -69,18 +85,10 @@ class StepReader:
                 self.memory = event["memory"]
             elif event["kind"] == "update":
                 self.worker_bytes = event.get("anonymous_bytes", 0)
-            elif event["kind"] == "eval":
-                ranks = self._evaluated.setdefault(event["step"], [])
-                ranks.append(event)
-                if len(ranks) == int(self._log.description["ranks"]):
-                    self.evaluations.append((event["step"], mean_loss(ranks)))
-            if event["kind"] != "step":
-                continue
-            ranks = self._partial.setdefault(event["step"], [])
-            ranks.append(event)
-            if len(ranks) == int(self._log.description["ranks"]):
-                del self._partial[event["step"]]
-                complete.append(Step(event["step"], sorted(ranks, key=lambda e: e["rank"])))
+            elif event["kind"] == "eval" and (ranks := self._evaluations.add(event)):
+                self.evaluations.append((event["step"], mean_loss(ranks)))
+            elif event["kind"] == "step" and (ranks := self._steps.add(event)):
+                complete.append(Step(event["step"], ranks))
         return complete
 
 

@@ -164,15 +164,6 @@ def _accumulate(landing, offset, lane_stride, lanes, total, first):
     return _in_order(partial)
 
 
-@_parallel
-def _sum_of_squares(x):
-    partial = np.empty(_blocks(x), np.float64)
-    for k in prange(partial.size):
-        sums = np.empty(_SUM_LANES, np.float64)
-        partial[k] = _square_block(_block(x, k), sums)
-    return _in_order(partial)
-
-
 def sum_lanes(landing: np.ndarray, offset: int, lane_stride: int, lanes: int, out: np.ndarray) -> float:
     """Sum the ranks' gradients into ``out[n]`` and return the sum of squares of what was stored.
 
@@ -194,12 +185,6 @@ def accumulate(
     _check(total, "total", np.float32)
     _check_lanes(landing, offset, lane_stride, lanes, total.size)
     return _accumulate(landing, int(offset), int(lane_stride), int(lanes), total, bool(first))
-
-
-def sum_of_squares(x: np.ndarray) -> float:
-    """Sum of squares of ``x[n]`` (FP32 or BF16) in FP64; NaN or inf if any element is."""
-    _check(x, "x", x.dtype)
-    return _sum_of_squares(x)
 
 
 # --- optimizer -----------------------------------------------------------------------------------

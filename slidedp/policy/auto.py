@@ -11,29 +11,22 @@ Nothing that exceeds a memory budget is ever chosen.
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
 from slidedp.config import Config
 from slidedp.errors import ConfigError
-from slidedp.layout import DELIVERIES, REDUCTIONS, TURN, Layout
+from slidedp.layout import Layout
 from slidedp.policy.candidates import CAUTION, Candidates, Trial
 from slidedp.policy.flips import TIE, flip
+from slidedp.policy.options import NEAR, options
 from slidedp.policy.rates import Rates
 from slidedp.policy.records import Candidate, Record, save_records
-from slidedp.policy.words import NAMES, WAITS, describe, describe_modes
-from slidedp.preflight import Plan, frugal, plan
+from slidedp.policy.words import NAMES, WAITS, describe
+from slidedp.preflight import Plan, plan
 
-CHUNKS = tuple(2**20 * mib for mib in (8, 16, 32, 64, 128, 256, 512))
-WINDOWS = (3, 4, 6)
-GRADIENT_SLOTS = (2, 3)
-"""Fewer only where the config says so, or nothing else fits: what they save is little, and the model has
-none of the small delays that a spare buffer hides."""
 SHORT_LIST = 4
 """Layouts tried with real steps, besides the one that the run starts with."""
-NEAR = 1.15
-"""No layout is tried whose prediction is longer than the best one's by more than this factor."""
 STAGES = {
     "route": "How do parameters reach the GPUs, and gradients the host?",
     "update": "When and where are units updated, and is the vocabulary in pieces to make room for it?",
@@ -100,7 +93,7 @@ class AutoPolicy:
         elif stage == "final":
             record = self._conclude()
         else:
-            record = self._choose(stage, self._options(stage))
+            record = self._choose(stage, options(self.candidates, stage, self.layout))
             record = dataclasses.replace(record, cost_seconds=time.monotonic() - begun)
         self.records.append(record)
         return record
@@ -158,111 +151,6 @@ class AutoPolicy:
 
     def _decided(self) -> str:
         return ", ".join(record.stage for record in self.records) or "none"
-
-    # --- candidates -------------------------------------------------------------------------------
-
-    def _options(self, stage: str) -> Iterator[tuple[Layout, str]]:
-        """Layouts that a stage compares, and what sets each apart."""
-        now = self.layout
-        if stage == "route":
-            if self.plan.config.optimizer.clip_norm is None:  # the schedule that most runs end up with
-                early = dataclasses.replace(now, schedule="in_backward", landing="full")
-                now = early if self.candidates.fit(early) else now
-            if self.workload.ranks == 1:
-                yield self._routed(now), "the only rank copies all itself"
-                return
-            for delivery in DELIVERIES:
-                for reduction in REDUCTIONS:
-                    routed = self._routed(now, delivery=delivery, reduction=reduction)
-                    yield routed, f"{delivery} + {reduction}"
-        elif stage == "update":
-            for pieces in self._pieces(now):
-                cut = f", vocabulary in {pieces} pieces" if pieces != self.start.vocabulary_pieces else ""
-                for layout, note in self._ways(dataclasses.replace(now, vocabulary_pieces=pieces)):
-                    yield layout, note + cut
-        elif stage == "buffers":
-            for chunk in self._chunk_sizes(now):
-                for window in sorted({*WINDOWS, now.window, self.workload.layers}):  # the last: all stay
-                    for slots in sorted({*GRADIENT_SLOTS, now.gradient_slots}):
-                        layout = dataclasses.replace(
-                            now, chunk_bytes=chunk, window=window, gradient_slots=slots
-                        )
-                        note = f"{chunk / 2**20:g} MiB, window {window}, {slots} gradient slot(s)"
-                        yield self.candidates.filled(layout), note
-        elif stage == "activations":
-            for layout in self.candidates.mixes(now):
-                yield layout, describe_modes(layout, self.workload.layers)
-
-    def _suited(self, layout: Layout) -> dict[int, Layout]:
-        """A route, by the pieces of the vocabulary, with about the updates that suit it: one that updates on
-        the GPUs would otherwise be judged by what the worker makes of it. Only what fits."""
-        units, counts = self.workload.layers + 2, {0}
-        if layout.reduction == "gpu":
-            counts.add(self.candidates.lightest.gpu_updates)  # nothing less may fit
-            if self.rates.gpu_update:
-                counts |= {units // 2, units}
-        found = {}
-        for pieces in sorted({self.start.vocabulary_pieces, frugal(self.plan.model).vocabulary_pieces}):
-            ways = [
-                dataclasses.replace(
-                    layout, vocabulary_pieces=pieces, gpu_updates=count, resident_updates=resident
-                )
-                for count in sorted(counts)
-                for resident in sorted({0, count})
-            ]
-            if best := self.candidates.best(map(self.candidates.filled, ways)):
-                found[pieces] = best
-        return found
-
-    def _routed(self, layout: Layout, **route: str) -> Layout:
-        """A layout on another route, as it suits the machine best; as it is if nothing fits."""
-        fields: dict[str, Any] = route | {"gpu_updates": 0, "resident_updates": 0}
-        layout = dataclasses.replace(layout, **fields)
-        return self.candidates.best(self._suited(layout).values()) or layout
-
-    def _pieces(self, layout: Layout) -> list[int]:
-        """Pieces of the vocabulary with which the route may be best once its updates are decided."""
-        seconds = {n: self.candidates.expected(best) for n, best in self._suited(layout).items()}
-        near = (n for n in seconds if seconds[n] <= NEAR * min(seconds.values()))
-        return sorted({layout.vocabulary_pieces, *near})
-
-    def _ways(self, now: Layout) -> Iterator[tuple[Layout, str]]:
-        """Schedules and places of updates, and what sets each apart."""
-        schedules = [("in_forward", "full", "in_forward")]
-        if self.plan.config.optimizer.clip_norm is None:
-            schedules += [
-                ("in_backward", "full", "in_backward"),
-                ("in_backward", "ring", "in_backward, ring"),
-            ]
-        for schedule, landing, name in schedules:
-            for count in self._gpu_updates(now):
-                if landing == "ring" and count == self.workload.layers + 2:
-                    continue  # nothing lands
-                for resident in sorted({0, count}):
-                    layout = dataclasses.replace(
-                        now,
-                        schedule=schedule,
-                        landing=landing,
-                        gpu_updates=count,
-                        resident_updates=resident,
-                    )
-                    where = f", {count} on GPUs" if count else ""
-                    yield self.candidates.filled(layout), name + where + ", resident" * bool(resident)
-
-    def _chunk_sizes(self, layout: Layout) -> list[int]:
-        """Chunk sizes that cut a layer differently; the layout's own among them."""
-        layer = self.workload.layer_params * self.workload.itemsize
-        by_count = {-(-layer // chunk): chunk for chunk in sorted(CHUNKS, reverse=True)}
-        return sorted({*by_count.values(), layout.chunk_bytes})
-
-    def _gpu_updates(self, layout: Layout) -> list[int]:
-        """Numbers of units to update on the GPUs."""
-        if layout.reduction != "gpu" or not self.rates.gpu_update:
-            return [0]
-        units = self.workload.layers + 2
-        # The embedding; the units at the turn from backward to forward; then shares of all.
-        turn = 1 + min(layout.window, self.workload.layers, TURN)
-        return sorted({0, 1, turn, *(turn + (units - turn) * part // 6 for part in range(1, 7))})
 
     # --- decisions --------------------------------------------------------------------------------
 
