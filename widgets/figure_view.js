@@ -19,6 +19,14 @@ async function plotly(model) {
 }
 
 async function render({ model, el }) {
+  // Its place is kept from the start, so that what lies below does not jump.
+  const figure = () => {
+    const { number, json } = model.get("_content");
+    const { data = [], layout = {} } = JSON.parse(json);
+    el.style.minHeight = `${layout.height ?? 0}px`;
+    return { number, data, layout };
+  };
+  figure();
   const Plotly = await plotly(model);
   let frame = null;
 
@@ -31,8 +39,7 @@ async function render({ model, el }) {
   const draw = () => {
     frame = null;
     if (!el.clientWidth) return; // not in the page yet: the figure would be 700 pixels wide
-    const { number, json } = model.get("_content");
-    const { data = [], layout = {} } = JSON.parse(json);
+    const { number, data, layout } = figure();
     const first = !el.on;
     Plotly.react(el, data, { uirevision: "kept", ...layout, autosize: true });
     if (first) el.on("plotly_relayout", zoomed);
