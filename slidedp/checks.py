@@ -59,12 +59,27 @@ def _hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
+@functools.cache
+def _plain_types(cls: Any) -> dict[str, frozenset[Any]]:
+    """By field, types whose values are taken as they are, whatever they are."""
+    kinds = {
+        name: typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        for name, hint in _hints(cls).items()
+    }
+    return {
+        name: frozenset(accepted) & {str, int, float, bool, type(None)} for name, accepted in kinds.items()
+    }
+
+
 def check_types(settings: Any, where: str) -> None:
     """Turns a value into its field's type where nothing is lost (a path, a list, a whole number), as a
     TOML file or a notebook gives it; refuses every other."""
     cls: Any = type(settings)
+    plain = _plain_types(cls)
     for name, hint in _hints(cls).items():
         value = getattr(settings, name)
+        if type(value) in plain[name]:
+            continue  # a policy makes thousands of layouts
         taken = _coerce(hint, value, where + name)
         if taken is not value:
             object.__setattr__(settings, name, taken)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from dataclasses import dataclass
+from functools import cache
 from itertools import groupby
 
 from slidedp.checks import at_least, check_types, choice
@@ -150,12 +151,7 @@ class Layout:
         those whose slots are theirs from backward to the next forward; then other layers, evenly spread, so
         that the GPUs and the worker both keep up with backward; the head (layers + 1) last. The indices in
         `frozen` are left out."""
-        near = 1 + min(self.window, layers, TURN)
-        count = min(self.gpu_updates, layers + 2)
-        rest = layers + 1 - near
-        spread = min(max(0, count - near), rest)
-        chosen = {*range(min(count, near)), *(near + i * rest // spread for i in range(spread))}
-        return frozenset(chosen | ({layers + 1} if count == layers + 2 else set())) - frozen
+        return _updated_on_gpu(self.gpu_updates, self.window, layers) - frozen
 
     def own_slots(self, layers: int) -> range:
         """Indices of the units whose slot is theirs from backward to the next forward: what GPUs update of
@@ -165,3 +161,13 @@ class Layout:
     def resident_on_gpu(self, layers: int, frozen: frozenset[int] = frozenset()) -> frozenset[int]:
         """Indices of the units that `resident_updates` means: the first of `updated_on_gpu`."""
         return frozenset(sorted(self.updated_on_gpu(layers, frozen))[: self.resident_updates])
+
+
+@cache  # a prediction asks a dozen times
+def _updated_on_gpu(count: int, window: int, layers: int) -> frozenset[int]:
+    near = 1 + min(window, layers, TURN)
+    count = min(count, layers + 2)
+    rest = layers + 1 - near
+    spread = min(max(0, count - near), rest)
+    chosen = {*range(min(count, near)), *(near + i * rest // spread for i in range(spread))}
+    return frozenset(chosen | ({layers + 1} if count == layers + 2 else set()))
