@@ -86,7 +86,9 @@ def told(losses, ranks=2):
     """What a watch says about each of these global losses; targets differ between the ranks."""
     watch, said = LossWatch(ranks), []
     for step, loss in enumerate(losses):
-        events = [{"step": step, "loss_sum": loss * (r + 1), "targets": r + 1} for r in range(ranks)]
+        events = [
+            {"rank": r, "step": step, "loss_sum": loss * (r + 1), "targets": r + 1} for r in range(ranks)
+        ]
         answers = [watch.add(event) for event in events]
         assert answers[:-1] == [None] * (ranks - 1)
         said.append(answers[-1])
