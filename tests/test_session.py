@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from slidedp import Checkpoint, ConfigError, Layout, Optimizer, RunFailed, launch, open_run
+from slidedp import ConfigError, Layout, Optimizer, RunFailed, launch, open_run
 from slidedp.checkpoint.folder import checkpoints, find
 from slidedp.checkpoint.resume import verify
 from slidedp.hold import Hold
@@ -419,26 +419,24 @@ def test_of_two_launches_into_one_folder_one_is_refused_and_changes_nothing(fold
 
 
 def test_going_back_to_an_earlier_checkpoint_leaves_the_later_ones_aside(folder, tmp_path, capfd):
-    checkpoint = Checkpoint(every_steps=2, keep_last=9)
     data = replace(small_config(folder).data, eval_fraction=0.2)
     there = tmp_path / "run"
-    config = small_config(
-        folder, steps=7, data=data, eval_every=4, checkpoint=checkpoint, run_folder=str(there)
-    )
-    with nothing_left(), launch(config) as run:
-        run.wait(DEADLINE)
-        assert run.evaluations().index.tolist() == [0, 4, 7]
-    # A save that is due while another is written comes after it: at 4 and 6, or a little later.
-    first, *later = checkpoints(there / "checkpoints")
-    assert first.name == "step-00000002" and later
-    # Nothing is saved before somebody can ask for the latest.
-    config = replace(config, checkpoint=Checkpoint(keep_last=9), steps=3)
-    with nothing_left(), launch(config, resume=first) as run:
-        assert find("latest", str(there)) == first
-        run.wait(DEADLINE)
-        assert run.evaluations().index.tolist() == [0, 2, 3]
+    config = small_config(folder, data=data, eval_every=4, run_folder=str(there))
+
+    def run(steps, resume=None):
+        with nothing_left(), launch(replace(config, steps=steps), resume=resume) as run:
+            # Nothing is saved before somebody can ask for the latest.
+            assert resume is None or find("latest", str(there)) == resume
+            saved = run.wait(DEADLINE).save()
+            return saved, run.evaluations().index.tolist()
+
+    first, _ = run(2)
+    last, evaluated = run(7, first)
+    assert evaluated == [0, 2, 4, 7] and not [*(there / "checkpoints").glob("aside-*")]
+    _, evaluated = run(3, first)
+    assert evaluated == [0, 2, 3]
     (aside,) = (there / "checkpoints").glob("aside-*")
-    assert {path.name for path in aside.iterdir()} == {path.name for path in later}
+    assert [path.name for path in checkpoints(aside)] == [last.name]
     assert f"checkpoints of later steps are in {aside} now" in capfd.readouterr().err
     assert [path for path in checkpoints(aside) if verify(path)] == []
 
