@@ -59,16 +59,15 @@ def _hints(cls: Any) -> dict[str, Any]:
     return typing.get_type_hints(cls)
 
 
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+
+
 @functools.cache
-def _plain_types(cls: Any) -> dict[str, frozenset[Any]]:
-    """By field, types whose values are taken as they are, whatever they are."""
-    kinds = {
-        name: typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-        for name, hint in _hints(cls).items()
-    }
-    return {
-        name: frozenset(accepted) & {str, int, float, bool, type(None)} for name, accepted in kinds.items()
-    }
+def _plain_types(cls: Any) -> dict[str, set[Any]]:
+    """By field, the types whose values need no further look: a policy makes thousands of layouts."""
+    plain = {str, int, float, bool, type(None)}
+    return {name: plain.intersection(_kinds(hint)) for name, hint in _hints(cls).items()}
 
 
 def check_types(settings: Any, where: str) -> None:
@@ -79,14 +78,14 @@ def check_types(settings: Any, where: str) -> None:
     for name, hint in _hints(cls).items():
         value = getattr(settings, name)
         if type(value) in plain[name]:
-            continue  # a policy makes thousands of layouts
+            continue
         taken = _coerce(hint, value, where + name)
         if taken is not value:
             object.__setattr__(settings, name, taken)
 
 
 def _coerce(hint: Any, value: Any, full: str) -> Any:
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    kinds = _kinds(hint)
     plain = tuple(typing.get_origin(kind) or kind for kind in kinds)
     if tuple in plain and isinstance(value, list | tuple):
         element: Any = typing.get_args(kinds[plain.index(tuple)])[0]

@@ -49,7 +49,7 @@ class FigureView(anywidget.AnyWidget):
     def __init__(self) -> None:
         super().__init__(_plotly=Plotly.shared(), _content={"number": 0, "json": "{}"})
         # A message, not a trait: a model keeps a change back until the kernel is done with the last.
-        self.on_msg(lambda _, content, __: self._answered(content["drawn"]))
+        self.on_msg(self._answered)
 
     @property
     def shown(self) -> int:
@@ -71,5 +71,5 @@ class FigureView(anywidget.AnyWidget):
         while self.drawn < self.shown and time.monotonic() < deadline:
             await asyncio.sleep(POLL_SECONDS)
 
-    def _answered(self, number: int) -> None:
-        self.drawn = number
+    def _answered(self, _: ipywidgets.Widget, content: dict[str, int], __: list[bytes]) -> None:
+        self.drawn = content["drawn"]

@@ -89,7 +89,7 @@ class Notebook:
             "() => window.jupyterapp?.shell.currentWidget?.sessionContext?.session?.kernel?.status == 'idle'",
             timeout=90_000,
         )
-        page.locator(".jp-Notebook .jp-Cell").first.wait_for()  # a tab beside it may be in front at first
+        page.locator(".jp-Notebook .jp-Cell").first.wait_for()  # until then it is not laid out
 
     def run(self, cell: int, wait: bool = True) -> None:
         """Runs a cell; `wait` until it is done, and fails with what it raised."""

@@ -4,6 +4,7 @@ A small model stands for the quickstart's, so that the whole visit takes about a
 itself is marked slow.
 """
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -276,5 +277,5 @@ def test_figures_in_a_browser_that_takes_seconds_to_load_plotly(figures):
     figures.run(change)
     for cell in (first, second):
         figures.cell(cell).get_by_text("second row").wait_for()
-    assert plot.evaluate("figure => figure.layout.xaxis.range") == pytest.approx(eval(zoomed))
+    assert plot.evaluate("figure => figure.layout.xaxis.range") == pytest.approx(json.loads(zoomed))
     assert sum(size > 1e6 for size in figures.received) == 1  # plotly, once
