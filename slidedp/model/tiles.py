@@ -72,8 +72,9 @@ class _Tiled(torch.autograd.Function):
         trained = [weight for weight in weights if weight.requires_grad]
         sums = [torch.zeros_like(weight, dtype=torch.float32) for weight in trained]
         gradient = torch.empty_like(hidden)
-        tiles = zip(hidden.split(ctx.tile), upstream.split(ctx.tile), gradient.split(ctx.tile), strict=True)
-        for source, signal, target in tiles:
+
+        def backward_of_tile(source: torch.Tensor, signal: torch.Tensor, target: torch.Tensor) -> None:
+            # A function, so that its weight gradients are gone before the next tile's are made.
             entry = source[None].detach().requires_grad_()
             with torch.enable_grad():
                 output = ctx.function(named, entry)
@@ -81,6 +82,10 @@ class _Tiled(torch.autograd.Function):
             target.copy_(of_entry[0])
             for total, part in zip(sums, parts, strict=True):
                 total += part
+
+        tiles = zip(hidden.split(ctx.tile), upstream.split(ctx.tile), gradient.split(ctx.tile), strict=True)
+        for tile in tiles:
+            backward_of_tile(*tile)
         found = iter(sums)
         of_weights = [next(found).to(weight.dtype) if weight.requires_grad else None for weight in weights]
         return None, None, None, None, gradient, *of_weights

@@ -109,6 +109,7 @@ class Engine:
                 gradient, *rest = activation.backward(call, parameters, gradient)
             if not unit.frozen:
                 self._submit(step, unit, dict(zip(parameters, rest, strict=True)))
+            del rest  # or a second layer's weight gradients stay through the next backward
         self._embed_backward(step, embed, input_ids, gradient, tied_gradient)
         timeline.close()
         routing = None if self.routing is None else self.device.take(self.routing.sums)
