@@ -149,6 +149,8 @@ class Transfers:
                 doing["transfer"] = (step.number // self._passes, unit.name, type(transfer).__name__.lower())
                 if isinstance(transfer, Deliver):
                     self._deliver(step, unit, transfer, delivery)
+                    if transfer.visit > self._visits.head:
+                        self._updates.bring()
                 elif isinstance(transfer, Reduce):
                     kind = kept if unit.index in self._updates.indices else reduction
                     self._reduce(step, unit, kind, transfer.piece)
