@@ -229,8 +229,9 @@ class Candidates:
             {"landing": "ring"},
             # Only where no update waits for all gradients does a ring hold a part of them.
             {} if self.plan.config.optimizer.clip_norm is not None else {"schedule": "in_backward"},
-            {"mlp_tile_tokens": least.mlp_tile_tokens},
             {"vocabulary_pieces": least.vocabulary_pieces},
+            # Last: the stages decide all but this.
+            {"mlp_tile_tokens": least.mlp_tile_tokens},
         ]
         # The least of the GPU's memory is with the second, the least of the host's with the third.
         for activations, count in (("recompute", 0), ("offload", 0), ("recompute", self.workload.layers + 2)):

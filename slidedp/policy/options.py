@@ -39,12 +39,11 @@ def options(c: Candidates, stage: str, now: Layout) -> Iterator[tuple[Layout, st
             for layout, note in _ways(c, dataclasses.replace(now, vocabulary_pieces=pieces)):
                 yield layout, note + cut
     elif stage == "buffers":
-        for chunk in _chunk_sizes(c, now):
-            for window in sorted({*WINDOWS, now.window, c.workload.layers}):  # the last: all stay
-                for slots in sorted({*GRADIENT_SLOTS, now.gradient_slots}):
-                    layout = dataclasses.replace(now, chunk_bytes=chunk, window=window, gradient_slots=slots)
-                    note = f"{chunk / 2**20:g} MiB, window {window}, {slots} gradient slot(s)"
-                    yield c.filled(layout), note
+        usual = {*GRADIENT_SLOTS, c.plan.config.layout.gradient_slots}
+        found = [*_buffers(c, now, usual)]
+        if not any(c.fit(layout) for layout, _ in found):
+            found = [*_buffers(c, now, {now.gradient_slots})]
+        yield from found
     elif stage == "activations":
         for layout in c.mixes(now):
             yield layout, describe_modes(layout, c.workload.layers)
@@ -108,6 +107,15 @@ def _ways(c: Candidates, now: Layout) -> Iterator[tuple[Layout, str]]:
                 )
                 where = f", {count} on GPUs" if count else ""
                 yield c.filled(layout), name + where + ", resident" * bool(resident)
+
+
+def _buffers(c: Candidates, now: Layout, gradient_slots: set[int]) -> Iterator[tuple[Layout, str]]:
+    """Chunk sizes and windows with so many gradient slots, and what sets each apart."""
+    for chunk in _chunk_sizes(c, now):
+        for window in sorted({*WINDOWS, now.window, c.workload.layers}):  # the last: all stay
+            for slots in sorted(gradient_slots):
+                layout = dataclasses.replace(now, chunk_bytes=chunk, window=window, gradient_slots=slots)
+                yield c.filled(layout), f"{chunk / 2**20:g} MiB, window {window}, {slots} gradient slot(s)"
 
 
 def _chunk_sizes(c: Candidates, layout: Layout) -> list[int]:

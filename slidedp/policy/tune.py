@@ -5,6 +5,7 @@ Every layout computes the same step, so trials are training. They cost the diffe
 layout and the best one, and the switches.
 """
 
+import dataclasses
 import time
 from collections.abc import Callable
 from statistics import median
@@ -18,7 +19,7 @@ from slidedp.policy.calibrate import calibrated
 from slidedp.policy.candidates import Trial
 from slidedp.policy.drift import SETTLE, DriftWatch
 from slidedp.policy.rates import Rates
-from slidedp.preflight import Plan
+from slidedp.preflight import Plan, under
 
 if TYPE_CHECKING:
     from slidedp.session import Run
@@ -40,6 +41,15 @@ LOOK_EVERY = 1.0
 
 class RunOver(Exception):
     """The run ended before all trials were done."""
+
+
+def less_by_excess(planned: Plan, layout: Layout, peak: int) -> Plan:
+    """`planned` with so much less of the GPU to plan for as a rank took more than was planned under `layout`,
+    `peak` bytes at most: a trial that runs out of memory would end the run."""
+    expected, limit = sum(under(planned, layout).device.values()), planned.device_limit
+    if limit is None or peak <= expected:
+        return planned
+    return dataclasses.replace(planned, device_available=int(limit * expected / peak))
 
 
 class Tuner:
@@ -64,14 +74,14 @@ class Tuner:
             time.sleep(LOOK_EVERY)
 
     def tune(self) -> AutoPolicy:
-        """Decides, with the rates of CPU ranks calibrated, tries, and leaves the run under the best layout.
+        """Decides, with the rates of CPU ranks and the plan for GPUs corrected, tries, and leaves the run
+        under the best layout.
+
         Blocks for some dozens of steps; the records so far are in the run folder at any time."""
         run = self._run
         try:
             self._until(lambda: run.log.steps_done > CALIBRATION)
-            if self.rates.synchronous:
-                rates = calibrated(self.rates, self.policy.workload, run.layout, run.log, CALIBRATION)
-                self.policy = AutoPolicy(self._planned, rates, self.trial, self._spent)
+            self.policy = self._corrected()
             self._decide()
             try:
                 self._switch(self.policy.layout)
@@ -81,6 +91,20 @@ class Tuner:
         except RunOver:
             pass  # the records say how far it came
         return self.policy
+
+    def _corrected(self) -> AutoPolicy:
+        """The policy, with what the first steps of the run say."""
+        run, rates = self._run, self.rates
+        peak = max(event["gpu_peak_bytes"] for event in run.log.events("step"))
+        planned = less_by_excess(self._planned, run.layout, peak)
+        if rates.synchronous:
+            rates = calibrated(rates, self.policy.workload, run.layout, run.log, CALIBRATION)
+        if rates == self.rates and planned == self._planned:
+            return self.policy
+        try:
+            return AutoPolicy(planned, rates, self.trial, self._spent)
+        except ConfigError:  # nothing fits that much less: the plan stands
+            return AutoPolicy(self._planned, rates, self.trial, self._spent)
 
     def _decide(self) -> None:
         """Takes all decisions that are left; the records so far are in the run folder."""

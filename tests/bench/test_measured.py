@@ -52,7 +52,7 @@ def test_another_file_is_refused(tmp_path, text):
 
 
 def test_the_model_says_what_steps_took_on_a_gpu():
-    """Of every workload in the docs. One row of 62 is 26% off."""
+    """Of every workload in the docs. One row is up to 26% off: its state came up all at once."""
     for found in read(DOCS):
         rows = [*predictions(found)]
         told = accuracy(rows)

@@ -1,35 +1,24 @@
-"""AutoPolicy: budgets, the best mix of activation modes, records, overrides; and whole runs that tune."""
+"""AutoPolicy: budgets, the best mix of activation modes, records, overrides."""
 
 import dataclasses
 import itertools
-import json
-import os
-import signal
-import threading
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import Qwen3Config
 
-from slidedp import Config, ConfigError, Data, Layout, Optimizer, cli, launch, open_run
+from slidedp import Config, ConfigError, Data, Layout, Optimizer
 from slidedp.bench.shapes import shape
 from slidedp.policy.auto import FIELDS, STAGES, AutoPolicy
-from slidedp.policy.calibrate import THREADS, calibrated
 from slidedp.policy.candidates import GPU_SHARE, Trial, fits
-from slidedp.policy.demands import demands
-from slidedp.policy.drift import DriftWatch
 from slidedp.policy.flips import TIE
 from slidedp.policy.machines import H200, MACHINES, UNBRIDGED, WORKSTATION, Machine
-from slidedp.policy.probe import cache_folder, probe, read_rates, write_rates
-from slidedp.policy.rates import Rates
 from slidedp.policy.records import SHOWN, Record, load_records
 from slidedp.policy.step_time import predict
-from slidedp.policy.tune import POLICY, Tuner
 from slidedp.policy.workload import workload_of
 from slidedp.preflight import Plan, frugal, plan, under
-from slidedp.telemetry import RunLog
-from tests.launching import children, nothing_left, small_config, until
 
 LAYERS = 5
 GIB = 2**30
@@ -129,6 +118,26 @@ def test_a_host_without_room_for_gradients_updates_on_the_gpus():
     there = dataclasses.replace(WIDE, host_available=int(1.01 * least))
     chosen = AutoPolicy(there, H200.rates(workload_of(there))).decide_all()
     assert under(there, chosen).host_bytes <= there.host_available and chosen.gpu_updates > 0
+
+
+def test_what_makes_a_layout_small_is_taken_only_as_far_as_it_must():
+    """Tiles and a single gradient buffer cost time that the model does not see."""
+
+    def chosen(device: float) -> tuple[Layout, Layout]:
+        there = dataclasses.replace(WIDE, device_available=int(device / GPU_SHARE))
+        policy = AutoPolicy(there, H200.rates(workload_of(there)))
+        return policy.candidates.lightest, policy.decide_all()
+
+    def taken(**fields: Any) -> int:
+        return sum(under(WIDE, Layout(activations="recompute", **fields)).device.values())
+
+    small: dict[str, Any] = {"window": 1, "gradient_slots": 1}
+    pieces = small | {"vocabulary_pieces": frugal(WIDE.model).vocabulary_pieces}
+    tiles = pieces | {"mlp_tile_tokens": frugal(WIDE.model).mlp_tile_tokens}
+    assert chosen(1.01 * taken(**pieces))[1].mlp_tile_tokens == 0
+    assert chosen((taken(**tiles) + taken(**pieces)) / 2)[1].mlp_tile_tokens > 0
+    lightest, layout = chosen((taken() + taken(**small)) / 2)
+    assert lightest.gradient_slots == 1 and layout.gradient_slots > 1
 
 
 def test_without_clipping_little_memory_on_both_sides_is_enough():
@@ -326,173 +335,3 @@ def test_auto_is_a_layout_in_every_kind_of_config():
         assert dataclasses.replace(config, layout=Layout(window=4)).tune
     with pytest.raises(ConfigError, match="layout='fast': expected"):
         Config.from_dict(values | {"layout": "fast"})
-
-
-# --- on real ranks --------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tuned(tmp_path_factory) -> tuple[RunLog, list[Record]]:
-    """The log and the decisions of a run with `layout="auto"` on two CPU ranks, from start to end."""
-    folder = tmp_path_factory.mktemp("auto")
-    patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    optimizer = Optimizer(lr=1e-2, eps=1e-6, clip_norm=None)
-    data = Data(path=folder / "data", eval_fraction=0.1)
-    config = small_config(
-        folder, layout="auto", data=data, eval_every=5, optimizer=optimizer, run_folder=str(folder / "run")
-    )
-    with nothing_left(), launch(config) as run:
-        until(lambda: run.tuner.policy.done, "the policy has decided")
-        until(lambda: run.layout == run.tuner.policy.layout, "the run has the chosen layout")
-        log, records = run.log, run.tuner.policy.records
-        done = log.steps_done
-        until(lambda: log.steps_done > done + 20, "the run goes on")
-        run.stop()
-        run.wait()
-    assert cache_folder() == folder / "cache" / "slidedp"
-    rates = probe(config)  # from the cache: no process starts
-    assert calibrated(rates, workload_of(plan(config)), run.layout, log, 0) == rates  # no timeline there
-    patch.undo()
-    return log, records
-
-
-def test_a_run_tunes_itself_on_its_own_steps(tuned):
-    log, records = tuned
-    assert [record.stage for record in records] == list(STAGES)
-    assert load_records(log.folder / POLICY) == records
-    measure, final = records[-2:]
-    # Steps that follow an evaluation, every fifth, are not timed.
-    assert all(c.measured_seconds is not None and c.measured_seconds > 0 for c in measure.candidates)
-    assert measure.choice.seconds == min(c.seconds for c in measure.candidates)
-    assert final.choice.layout == measure.choice.layout
-    switches = {event["step"] for event in log.events("layout")}
-    assert len(switches) >= len(measure.candidates) - 1
-    # Trials are training: the loss falls across all the switches.
-    loss = open_run(log.folder).metrics()["loss"]
-    assert loss.iloc[-10:].mean() < 0.7 * loss.iloc[:3].mean()
-
-
-@pytest.mark.parametrize("synchronous", [True, False])
-def test_only_rates_of_cpu_ranks_are_corrected_at_the_start(tmp_path, monkeypatch, synchronous):
-    """A GPU is cool then, and its probe says more of it."""
-    config = small_config(tmp_path, run_folder=str(tmp_path / "run"))
-    planned = plan(config)
-    rates = dataclasses.replace(H200.rates(workload_of(planned)), synchronous=synchronous)
-    other = rates.faster("compute", 2.0)
-    monkeypatch.setattr("slidedp.policy.tune.calibrated", lambda *_: other)
-    with nothing_left(), launch(config) as run:
-        policy = Tuner(run, planned, rates).tune()
-    assert policy.done and policy.rates == (other if synchronous else rates)
-
-
-def test_a_choice_that_is_refused_after_all_leaves_the_run_as_it_is(tmp_path, monkeypatch):
-    """Its host memory was given away, say, between the trials and the end: the watch goes on with the layout
-    that runs."""
-    config = small_config(tmp_path, run_folder=str(tmp_path / "run"))
-    planned = plan(config)
-    with nothing_left(), launch(config) as run:
-        tuner = Tuner(run, planned, H200.rates(workload_of(planned)))
-        started = run.layout
-        tuner.policy.trial = lambda layout: Trial(2.0 if layout == started else 1.0, 6, 6.0)
-
-        def refuse(layout: Layout) -> None:
-            raise ConfigError("set_layout: there is no room")
-
-        monkeypatch.setattr(run, "set_layout", refuse)
-        policy = tuner.tune()
-        assert policy.done and policy.layout == run.layout == started
-        records = load_records(tmp_path / "run" / POLICY)
-        assert records == policy.records and "there is no room" in records[-2].why
-        assert DriftWatch(run.log, policy).look() is None  # what `follow` goes on to
-
-
-def test_a_timeline_corrects_compute(tuned):
-    """Rates that are wrong by a factor come back to what the step's own spans say."""
-    log, _ = tuned
-    step = log.sampled_steps()[-1]
-    spans = log.timeline(step)
-    layout = _layout_of(log, step)
-    workload = dataclasses.replace(workload_of(WIDE), layers=5)
-    wrong = H200.rates(workload)
-    right = calibrated(wrong, workload, layout, log, step)
-    modes = layout.activation_modes(5)
-    alike = [f"layers.{i}" for i, mode in enumerate(modes) if mode == modes[0]]
-    every = [f"layers.{i}" for i in range(5)]
-    for phase, units, found in (
-        ("forward", every, right.forward),
-        ("backward", alike, right.backward(modes[0], layout.partial_budget)),
-    ):
-        rows = spans[(spans["phase"] == phase) & spans["unit"].isin(units)]
-        assert found == pytest.approx((rows["end"] - rows["start"]).median() / 1e3)
-    assert json.dumps(right.to_dict())
-
-
-def test_a_timeline_of_waiting_for_threads_corrects_these(tuned):
-    log, _ = tuned
-    step = log.sampled_steps()[-1]
-    layout = _layout_of(log, step)
-    workload = dataclasses.replace(workload_of(WIDE), layers=5)
-    spans = log.timeline(step)
-    backward = spans[(spans["phase"] == "backward") & spans["unit"].str.startswith("layers.")]
-    measured = (backward["end"] - backward["start"]).median() / 1e3
-
-    def with_threads(seconds: float) -> Rates:
-        """A GPU that waits for nothing but threads, which take as long for everything."""
-        fast = H200.rates(workload).faster("compute", 1e6)
-        return dataclasses.replace(fast, **dict.fromkeys(THREADS, seconds))
-
-    of_one = demands(workload, with_threads(1.0), layout).enqueue_backward[0]
-    probed = with_threads(measured / of_one / 3)  # a third of what backward has taken
-    right = calibrated(probed, workload, layout, log, step)
-    assert right.forward == probed.forward and right.backward_keep == probed.backward_keep
-    (factor,) = {getattr(right, name) / getattr(probed, name) for name in THREADS}
-    assert factor > 1
-
-
-def _layout_of(log: RunLog, step: int) -> Layout:
-    """The layout at the end of a tuned run."""
-    assert step > max(event["step"] for event in log.events("layout"))
-    return Layout(**load_records(log.folder / POLICY)[-1].choice.layout)
-
-
-@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", '{"up": 1.0}'])
-def test_rates_that_are_not_whole_are_measured_again(tmp_path, content):
-    file, rates = tmp_path / "cache" / "rates.json", H200.rates(workload_of(WIDE))
-    write_rates(rates, file)
-    assert read_rates(file) == rates
-    file.unlink() if content is None else file.write_text(content)
-    assert read_rates(file) is None
-
-
-def test_an_interrupted_probe_leaves_no_process(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    config, before = small_config(tmp_path), children()
-
-    def interrupt() -> None:
-        until(lambda: len(children() - before) == 3, "the measuring processes")
-        os.kill(os.getpid(), signal.SIGINT)
-
-    with nothing_left(), pytest.raises(KeyboardInterrupt):
-        threading.Thread(target=interrupt).start()
-        probe(config)
-    assert not (tmp_path / "cache").exists()
-
-
-@pytest.mark.slow
-def test_command_line_probes_and_tunes(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.chdir(tmp_path)
-    small_config(tmp_path)  # writes the model and the samples
-    file = tmp_path / "config.toml"
-    file.write_text(
-        f'model = "{tmp_path / "model"}"\nlayout = "auto"\nsequence_length = 16\nbatch_size = 4\n'
-        f'ranks = 2\ndevice = "cpu"\n[data]\npath = "{tmp_path / "data"}"\n'
-    )
-    assert cli.main(["probe", str(file)]) == 0
-    assert json.loads(capsys.readouterr().out)["synchronous"] is True
-    assert cli.main(["tune", str(file)]) == 0
-    # Its weights are random: no run may resume from them.
-    assert [*tmp_path.glob("runs/*/events.jsonl")] and not [*tmp_path.glob("runs/*/checkpoints/*")]
-    out = capsys.readouterr().out
-    assert "measure: Which of the best predictions" in out and "[layout]\ndelivery = " in out
