@@ -40,6 +40,12 @@ def describe_modes(layout: Layout, layers: int) -> str:
     return ", ".join(parts)
 
 
+def mostly(layout: Layout, layers: int) -> str:
+    """The mode of most layers."""
+    modes = layout.activation_modes(layers)
+    return max(sorted(set(modes)), key=modes.count)
+
+
 def describe(layout: Layout, reference: Layout) -> str:
     """What sets a layout apart from another one."""
     parts = []

@@ -11,12 +11,13 @@ from transformers import Qwen3Config
 
 from slidedp import Config, ConfigError, Data, Layout, Optimizer
 from slidedp.bench.shapes import shape
-from slidedp.policy.auto import FIELDS, STAGES, AutoPolicy
+from slidedp.policy.auto import CLOSE, FIELDS, SHORT_LIST, STAGES, AutoPolicy
 from slidedp.policy.candidates import GPU_SHARE, Trial, fits
 from slidedp.policy.flips import TIE
 from slidedp.policy.machines import H200, MACHINES, UNBRIDGED, WORKSTATION, Machine
 from slidedp.policy.records import SHOWN, Record, load_records
 from slidedp.policy.step_time import predict
+from slidedp.policy.words import mostly
 from slidedp.policy.workload import workload_of
 from slidedp.preflight import Plan, frugal, plan, under
 
@@ -302,22 +303,52 @@ def test_an_override_holds_through_the_stages_after_it():
 
 
 def test_what_was_measured_decides_and_its_cost_is_reported():
-    """The model's favourite is slow in fact: the next one wins, and the final record does the sums."""
-    tried = []
+    """The model's favourite is slow in fact: another one wins, and the final record does the sums."""
+    rates = H200.rates(workload_of(WIDE))
+    near = dataclasses.replace(AutoPolicy(WIDE, rates).decide_all(), gradient_slots=5)
+    for start, kind in ((WIDE.config.layout, "predicted"), (near, "measured")):
+        tried = []
+
+        def trial(layout: Layout, tried: list[Layout] = tried) -> Trial:
+            tried.append(layout)
+            seconds = 2.0 if len(tried) == 1 else 1.5 if layout == near else 1.0
+            return Trial(seconds, 6, 6 * seconds)
+
+        policy = AutoPolicy(under(WIDE, start), rates, trial, spent=4.0)
+        policy.decide_all()
+        measure, final = policy.records[-2:]
+        assert measure.chosen != 0 and measure.choice.seconds == 1.0
+        assert policy.layout == tried[measure.chosen]
+        beyond = 6 * 1.0 + 6 * 0.5 * (near in tried)  # what the best would have taken is no cost
+        assert measure.cost_seconds == pytest.approx(beyond)
+        assert final.cost_seconds >= 4.0 + measure.cost_seconds
+        assert f"s ({kind}), break-even after" in final.why
+        assert ("saves 0.500 s (measured)" in final.why) == (start == near)
+
+
+@pytest.mark.parametrize(("device", "batch"), [(16, 1), (24, 8), (80, 16), (24, 32)])
+def test_only_what_a_trial_can_tell_apart_is_tried(device, batch):
+    """And only if the model would have to be off by more than it usually is for it to be the faster one."""
+    there, tried = planned(batch, device=device), []
 
     def trial(layout: Layout) -> Trial:
         tried.append(layout)
-        seconds = 2.0 if len(tried) == 1 else 1.5 if layout == WIDE.config.layout else 1.0
-        return Trial(seconds, 6, 6 * seconds)
+        return Trial(1.0, 6, 6.0)
 
-    policy = AutoPolicy(WIDE, H200.rates(workload_of(WIDE)), trial, spent=4.0)
+    policy = AutoPolicy(there, H200.rates(workload_of(there)), trial)
     policy.decide_all()
-    measure, final = policy.records[-2:]
-    assert 3 <= len(tried) <= 5 and measure.chosen != 0 and measure.choice.seconds == 1.0
-    assert policy.layout == tried[measure.chosen]
-    assert measure.cost_seconds == pytest.approx(6 * 1.0 + 6 * 0.5)  # beyond what the best would have taken
-    assert final.cost_seconds >= 4.0 + measure.cost_seconds
-    assert "saves 0.500 s (measured)" in final.why and "break-even after" in final.why
+
+    def traits(layout: Layout) -> list[Any]:
+        route = layout.delivery, layout.reduction, layout.transport
+        updates = layout.gpu_updates, layout.resident_updates
+        return [route, updates, layout.vocabulary_pieces, mostly(layout, LAYERS)]
+
+    first, *others = tried
+    seconds = policy.candidates.of(first).predicted_seconds
+    assert 1 <= len(others) <= SHORT_LIST and len({*tried}) == len(tried)
+    for other in others:
+        assert policy.candidates.of(other).predicted_seconds <= CLOSE * seconds
+        assert sum(a != b for a, b in zip(traits(first), traits(other), strict=True)) == 1
 
 
 def test_equal_predictions_go_to_the_layout_with_less_memory():
