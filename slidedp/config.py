@@ -85,7 +85,8 @@ class Optimizer:
     """Parameters that differ; a name that several patterns match belongs to the first of them."""
     freeze: tuple[str, ...] = ()
     """Shell-style patterns of units that are not trained: `embed`, `layers.<i>`, `head`. They have no
-    gradients and no moments. Tied embeddings are frozen with `embed`; `head` is the final norm then."""
+    gradients and no moments, and backward ends at the first unit that is trained. Tied embeddings are
+    frozen with `embed`; `head` is the final norm then."""
     clip_norm: float | None = 1.0
     """Limit of the global gradient norm; None turns clipping off."""
     warmup_steps: int = 0

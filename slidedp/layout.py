@@ -13,6 +13,8 @@ from slidedp.tables import html_table
 DELIVERIES = ("replicated", "sharded", "broadcast")
 REDUCTIONS = ("cpu", "gpu", "gpu_root")
 ACTIVATIONS = ("keep", "partial", "recompute", "offload", "spill")
+NOTHING = "nothing"
+"""What a layer leaves that backward does not reach: the mode of those below the first trained unit."""
 TRANSPORTS = ("collective", "copy")
 SCHEDULES = ("in_forward", "in_backward")
 LANDINGS = ("full", "ring")
@@ -135,16 +137,19 @@ class Layout:
             rows.append((setting.name, text, "default" if value == setting.default else ""))
         return html_table("Layout", rows)
 
-    def activation_modes(self, layers: int) -> tuple[str, ...]:
-        """One mode per decoder layer."""
+    def activation_modes(self, layers: int, lowest: int = 0) -> tuple[str, ...]:
+        """One mode per decoder layer; NOTHING for those below the unit `lowest`, where backward ends."""
         if isinstance(self.activations, str):
-            return (self.activations,) * layers
-        if len(self.activations) != layers:
+            modes = (self.activations,) * layers
+        elif len(self.activations) == layers:
+            modes = self.activations
+        else:
             raise ConfigError(
                 f"layout.activations names {len(self.activations)} layers, the model has {layers}: "
                 "give one mode, or one per layer"
             )
-        return self.activations
+        below = max(0, lowest - 1)
+        return (NOTHING,) * below + modes[below:]
 
     def updated_on_gpu(self, layers: int, frozen: frozenset[int] = frozenset()) -> frozenset[int]:
         """Indices of the units that `gpu_updates` means: `embed` (0) and the first layers, up to TURN of

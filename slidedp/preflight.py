@@ -16,11 +16,11 @@ from slidedp.host.groups import check_groups
 from slidedp.host.landing import LandingPlan
 from slidedp.host.memory import PAGE, available_bytes
 from slidedp.host.state import aligned_numel, unit_starts
-from slidedp.layout import Layout
+from slidedp.layout import NOTHING, Layout
 from slidedp.model.experts import experts_of
 from slidedp.model.families import has_halves, load_config, skeleton
 from slidedp.model.footprint import kept_per_token
-from slidedp.model.units import Unit, pieces_of, units_of
+from slidedp.model.units import Unit, lowest_trained, pieces_of, units_of
 from slidedp.stream.buffers import buffer_numels, is_tied
 from slidedp.stream.program import FETCH_AHEAD
 from slidedp.stream.stash import OUTGOING, stash_numel
@@ -250,7 +250,7 @@ def _device_available(config: Config) -> int | None:
 
 def _host_bytes(config: Config, model: Any, units: tuple[Unit, ...], dtype: torch.dtype) -> dict[str, int]:
     total, ranks = unit_starts(units)[-1], int(config.ranks or 1)
-    modes = config.layout.activation_modes(len(units) - 2)
+    modes = config.layout.activation_modes(len(units) - 2, lowest_trained(units))
     width = units[-1].parameters[-1].numel
     kept = width * dtype.itemsize + _kept_part(config) * intermediates_per_token(config, model)
     sizes = {
@@ -277,7 +277,7 @@ def _device_bytes(config: Config, model: Any, units: tuple[Unit, ...], dtype: to
     layout, tokens = config.layout, _tokens(config)
     shapes = buffer_numels(units, layout, ranks)
     width = units[-1].parameters[-1].numel
-    modes = layout.activation_modes(len(units) - 2)
+    modes = layout.activation_modes(len(units) - 2, lowest_trained(units))
     edge = shapes["edge"][0] + shapes.get("tied_head", [0])[0] + sum(shapes["pieces"])
     part = _kept_part(config)
     kept = modes.count("keep") + modes.count("partial") * part
@@ -290,7 +290,7 @@ def _device_bytes(config: Config, model: Any, units: tuple[Unit, ...], dtype: to
     moving = min(modes.count("spill"), OUTGOING + FETCH_AHEAD) * (
         part * intermediates + tokens * width * size
     )
-    on_gpu = len(modes) - modes.count("offload") - modes.count("spill")
+    on_gpu = len(modes) - sum(modes.count(mode) for mode in ("offload", "spill", NOTHING))
     sizes = {
         "window": sum(shapes["slots"]) * size,
         "gradient buffers": sum(shapes["gradients"]) * gradient,

@@ -146,7 +146,7 @@ class Run:
         self._troubles: dict[str, str] = {}
         """By process, or "memory" or "checkpoint": what is wrong with it while the run goes on."""
         model = skeleton(preflight.model)
-        flops = flops_per_token(model, material.samples.attended_length())
+        flops = flops_per_token(model, material.samples.attended_length(), config.optimizer.freeze)
         self._landings: list[Landing] = []
         self.stopping = False
         """Whether a stop has been asked for."""

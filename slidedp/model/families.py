@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from slidedp.errors import ConfigError, reason
 from slidedp.model.documents import Positions, PositionsByKind, within_window
+from slidedp.model.units import lowest_trained, units_of
 
 ARCHITECTURES = (
     "Gemma3ForCausalLM",
@@ -275,17 +276,26 @@ def active_parameters(config: Any, sizes: dict[str, int]) -> int:
     return sum(sizes.values()) - experts
 
 
-def flops_per_token(model: Any, attended_length: float) -> float:
+def flops_per_token(model: Any, attended_length: float, freeze: tuple[str, ...] = ()) -> float:
     """Floating-point operations of one trained token: 6 per parameter outside the input embedding (of
     experts, those that a token goes to), plus causal attention (12 · heads · head_dim for each layer and
-    token seen, of a document of `attended_length` tokens in the mean); no recompute counted."""
-    config = model.config
-    parameters = active_parameters(config, {n: p.numel() for n, p in model.named_parameters()})
-    if model.lm_head.weight is not model.model.embed_tokens.weight:
-        parameters -= model.model.embed_tokens.weight.numel()
+    token seen, of a document of `attended_length` tokens in the mean); no recompute counted. Of units that
+    `freeze` names 4 per parameter, and below all that is trained the forward's third alone."""
+    config, units = model.config, units_of(model, freeze)
+    lowest = lowest_trained(units)
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return 6.0 * parameters + 12.0 * heads * head_dim * sum(tokens_seen(config, attended_length))
+    seen = tokens_seen(config, attended_length)
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    total = 0.0
+    for unit in units:
+        forward_alone = 0 < unit.index < lowest
+        if unit.index or tied:  # as a head; the input embedding is looked up
+            parameters = active_parameters(config, {view.name: view.numel for view in unit.views})
+            total += (2.0 if forward_alone else 4.0 if unit.frozen else 6.0) * parameters
+        if 0 < unit.index <= len(seen):
+            total += (4.0 if forward_alone else 12.0) * heads * head_dim * seen[unit.index - 1]
+    return total
 
 
 def tokens_seen(config: Any, length: float) -> list[float]:

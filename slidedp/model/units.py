@@ -120,6 +120,11 @@ def frozen_units(units: tuple[Unit, ...]) -> frozenset[int]:
     return frozenset(unit.index for unit in units if unit.frozen)
 
 
+def lowest_trained(units: tuple[Unit, ...]) -> int:
+    """Index of the first unit that is not frozen, where backward ends."""
+    return next(unit.index for unit in units if not unit.frozen)
+
+
 def chunks(unit: Unit, chunk_bytes: int, itemsize: int, ranks: int, pieces: int = 1) -> list[tuple[int, int]]:
     """Element ranges that a unit is transferred and updated in, none across two of its `pieces`.
 

@@ -8,7 +8,8 @@ from slidedp.stream.buffers import is_tied
 
 
 def workload_of(plan: Plan) -> Workload:
-    """Sizes and FLOPs of one step of `plan`; each rank holds an equal share of the batch."""
+    """Sizes and FLOPs of one step of `plan`; each rank holds an equal share of the batch. Frozen units count
+    like the others: what they save is in the plan of memory, and in no prediction."""
     config, units, model = plan.config, plan.units, plan.model
     ranks = int(config.ranks or 1)
     tokens = config.batch_size // ranks * config.sequence_length

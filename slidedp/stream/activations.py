@@ -36,6 +36,19 @@ def _gradients(
     return torch.autograd.grad(output, [hidden, *trained], gradient)
 
 
+class Nothing:
+    """Backward ends above this layer."""
+
+    def forward(self, layer: LayerCall, parameters: Parameters, hidden: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return layer(parameters, hidden)
+
+    def backward(
+        self, layer: LayerCall, parameters: Parameters, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        raise AssertionError("a layer below all that is trained has no backward")
+
+
 class Keep:
     """Intermediates stay on the GPU. Which ones, the layer's compilation decides: all of them for
     `keep`, the part that is dear to recompute for `partial`."""

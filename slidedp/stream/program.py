@@ -122,7 +122,8 @@ def _in_pieces(
         placed.append((max(after, freed), Deliver(unit, visit, visit, piece)))
     if not tied:
         placed += [(visit, Reduce(unit, piece)) for unit, piece, visit in head[pieces - 1 :]]
-    placed += [(visit, Reduce(unit, piece)) for unit, piece, visit in backward]
+    if embed_trained:
+        placed += [(visit, Reduce(unit, piece)) for unit, piece, visit in backward]
     return placed
 
 
@@ -134,35 +135,35 @@ def transfers(
     on_gpu: frozenset[int] = frozenset(),
     schedule: str = "in_forward",
     pieces: int = 1,
-    embed_trained: bool = True,
+    lowest: int = 0,
     routed: bool = False,
 ) -> list[Transfer]:
     """All transfers of one step in issue order; `modes` has one activation mode per layer, `on_gpu` are
-    the units that are updated on the GPU, `pieces` is what embed and head are cut in, and the layers of a
-    `routed` model choose experts."""
+    the units that are updated on the GPU, `pieces` is what embed and head are cut in, `lowest` is the unit
+    where backward ends, and the layers of a `routed` model choose experts."""
     visits = Visits(layers)
     head, start = visits.head, -1
     resident = layers - window  # layers above this stay in the window from forward to backward
     placed: list[tuple[float, Transfer]] = []  # (the visit it stands behind, transfer)
 
     if pieces > 1:
-        placed += _in_pieces(layers, window, pieces, tied, embed_trained)
+        placed += _in_pieces(layers, window, pieces, tied, lowest == 0)
     else:
         placed.append((start, Deliver(0, visits.forward(0), head if tied else visits.forward(0))))
     for unit in range(1, layers + 1):
         after = visits.forward(unit - window) if unit > window else start
-        release = visits.backward(unit) if unit > resident else visits.forward(unit)
+        returns = unit > resident and unit >= lowest
+        release = visits.backward(unit) if returns else visits.forward(unit)
         placed.append((after, Deliver(unit, visits.forward(unit), release)))
     if pieces == 1 or tied:
         placed.append((max(start, visits.forward(layers - window)), Deliver(head, head, head)))
         placed.append((head, Reduce(head)))
-    for unit in range(layers, 0, -1):
+    for unit in range(layers, max(lowest, 1) - 1, -1):
         placed.append((visits.backward(unit), Reduce(unit)))
-        if unit > window:
-            lower = unit - window
+        if (lower := unit - window) >= max(lowest, 1):
             deliver = Deliver(lower, visits.backward(lower), visits.backward(lower))
             placed.append((visits.backward(unit), deliver))
-    if pieces == 1:
+    if pieces == 1 and lowest == 0:
         placed.append((visits.embed_backward, Reduce(0)))
 
     away = [unit for unit in range(1, layers + 1) if modes[unit - 1] in ("offload", "spill")]

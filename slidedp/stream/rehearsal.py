@@ -6,16 +6,17 @@ first calls it.
 
 import torch
 
-from slidedp.layout import Layout
+from slidedp.layout import NOTHING, Layout
 from slidedp.model.families import LayerFunction
 from slidedp.model.loss import tokens_at_once
-from slidedp.model.units import Unit, vocabulary_matrix
-from slidedp.stream.activations import Keep, LayerCall, Recompute
+from slidedp.model.units import Unit, lowest_trained, vocabulary_matrix
+from slidedp.stream.activations import Keep, LayerCall, Nothing, Recompute
 from slidedp.stream.buffers import Slot
 from slidedp.stream.device import Device
 from slidedp.stream.functions import Batch, ModelFunctions
 
-WAYS: dict[str, type[Keep] | type[Recompute]] = {
+WAYS: dict[str, type[Keep] | type[Nothing] | type[Recompute]] = {
+    NOTHING: Nothing,
     "keep": Keep,
     "partial": Keep,
     "recompute": Recompute,
@@ -41,7 +42,7 @@ def rehearse(
     vocabulary, width = embedding.shape
     parameters = Slot(device.zeros(units[1].numel, dtype)).parameters(units[1], 1)
     hidden = torch.zeros(*batch.labels.shape, width, dtype=dtype, device=device.torch)
-    modes = layout.activation_modes(len(units) - 2)
+    modes = layout.activation_modes(len(units) - 2, lowest_trained(units))
     for mode, kind in sorted({*zip(modes, functions.kinds, strict=True)}):
 
         def call(function: LayerFunction, kind: str = kind) -> LayerCall:
@@ -50,7 +51,8 @@ def rehearse(
         forward, again = map(call, functions.of_mode(mode, layout))
         way = WAYS[mode]()
         gradient = way.forward(forward, parameters, hidden)
-        way.backward(again, parameters, gradient)
+        if mode != NOTHING:
+            way.backward(again, parameters, gradient)
     if evaluates:
         with torch.no_grad():
             for kind in sorted({*functions.kinds}):

@@ -14,12 +14,21 @@ from torch.nn import functional
 
 from slidedp.host.landing import Landing
 from slidedp.host.process import doing
-from slidedp.layout import Layout
+from slidedp.layout import NOTHING, Layout
 from slidedp.model.experts import Experts, Routing
 from slidedp.model.families import LayerFunction
 from slidedp.model.loss import linear_cross_entropy, summed_cross_entropy
-from slidedp.model.units import Unit
-from slidedp.stream.activations import Activations, Keep, LayerCall, Offload, Parameters, Recompute, Spill
+from slidedp.model.units import Unit, lowest_trained
+from slidedp.stream.activations import (
+    Activations,
+    Keep,
+    LayerCall,
+    Nothing,
+    Offload,
+    Parameters,
+    Recompute,
+    Spill,
+)
 from slidedp.stream.buffers import Buffers, is_tied
 from slidedp.stream.context import Context
 from slidedp.stream.functions import Batch, Passed
@@ -42,7 +51,8 @@ class Engine:
         self.tied = is_tied(self.units)
         layers = len(self.units) - 2
         self.visits = Visits(layers)
-        self.modes = layout.activation_modes(layers)
+        self.lowest = lowest_trained(self.units)
+        self.modes = layout.activation_modes(layers, self.lowest)
         self.buffers = Buffers(device, self.units, layout, self.ranks, self.dtype, config.gradient_dtype)
         self.vocabulary: Vocabulary | None = None
         if self.buffers.piece_slots:
@@ -103,6 +113,8 @@ class Engine:
                 step.signal("balanced", 0).wait(self.device.compute)
             self.routing.close()
         for unit, activation in zip(layers[::-1], activations[::-1], strict=True):
+            if unit.index < self.lowest:
+                break
             parameters = self.buffers.parameters(unit)
             with _Visit(self, step, unit, self.visits.backward(unit.index), "backward"):
                 _, call = self._calls[unit.index]
@@ -155,6 +167,8 @@ class Engine:
 
     def _activations(self, step: Step, unit: Unit) -> Activations:
         mode = self.modes[unit.index - 1]
+        if mode == NOTHING:
+            return Nothing()
         if mode in ("keep", "partial"):
             return Keep()
         if mode == "recompute":

@@ -17,7 +17,7 @@ from slidedp.host.landing import Landing
 from slidedp.host.messages import Landed, Written
 from slidedp.host.process import doing
 from slidedp.layout import Layout
-from slidedp.model.units import Unit, chunks
+from slidedp.model.units import Unit, chunks, lowest_trained
 from slidedp.stream.buffers import Buffers, Elements, is_tied
 from slidedp.stream.context import Context
 from slidedp.stream.delivery import Delivery, make_delivery
@@ -62,7 +62,8 @@ class Transfers:
         self._units, self._tied = state.units, is_tied(state.units)
         self._routed = context.functions.experts is not None
         layers = len(self._units) - 2
-        self._visits, self._modes = Visits(layers), layout.activation_modes(layers)
+        self._lowest = lowest_trained(self._units)
+        self._visits, self._modes = Visits(layers), layout.activation_modes(layers, self._lowest)
         self._transport = self._make_transport(config.gradient_dtype)
         self._updates = ShardUpdate(context, layout, buffers, self._transport)
         width = self._units[-1].parameters[-1].numel
@@ -132,7 +133,7 @@ class Transfers:
             self._updates.indices,
             self._layout.schedule,
             pieces,
-            not self._units[0].frozen,
+            self._lowest,
             routed=self._routed,
         )
         forward = evaluation(len(self._units) - 2, self._tied, pieces)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from slidedp.host.groups import Segment, segments
 from slidedp.host.messages import Coefficients
 from slidedp.layout import Layout
-from slidedp.model.units import Unit, chunks, frozen_units, padded_numel, shard
+from slidedp.model.units import Unit, chunks, frozen_units, lowest_trained, padded_numel, shard
 from slidedp.stream.adamw import adamw_update
 from slidedp.stream.buffers import Buffers
 from slidedp.stream.context import Context
@@ -139,7 +139,8 @@ class ShardUpdate:
         self._ring = deque(_State(device, numels.ring // entries) for _ in range(entries))
         count = min(layout.update_slots, len(self._gradients))
         self._outs = deque(_Out(device, numels.out // count, state.dtype) for _ in range(count))
-        self._layers, self._ahead = layers, min(layout.window, layers) + 1
+        self._visits = max(1, layers + 1 - lowest_trained(state.units))  # of backward
+        self._ahead = min(layout.window, layers) + 1
         self._position = self._taken = self._due = 0
         self._loaded: deque[_State] = deque()
         self._written: dict[tuple[int, int], Signal] = {}
@@ -213,7 +214,7 @@ class ShardUpdate:
 
     def _load_due(self) -> None:
         """Loads what is due, as far as there are buffers."""
-        due = math.ceil(len(self._sequence) * self._due / (self._layers + 1))
+        due = math.ceil(len(self._sequence) * self._due / self._visits)
         for _ in range(self._position, min(due, len(self._sequence), self._taken + len(self._ring))):
             self._load_next()
 

@@ -30,15 +30,17 @@ STEPS = 3
 @st.composite
 def programs(draw):
     """(layers, window, modes, tied, gradient_slots, units updated on the GPU, schedule, pieces, whether
-    layers choose experts); the window is at most the layers, as in Engine."""
+    layers choose experts, the first unit that is trained); the window is at most the layers, as in Engine."""
     layers = draw(st.integers(1, 6))
     window = min(layers, draw(st.integers(1, 7)))
+    lowest = draw(st.one_of(st.just(0), st.integers(0, layers + 1)))
     modes = tuple(draw(st.lists(st.sampled_from(ACTIVATIONS), min_size=layers, max_size=layers)))
-    on_gpu = Layout(window=window, gpu_updates=draw(st.integers(0, layers + 2))).updated_on_gpu(layers)
+    layout = Layout(activations=modes, window=window, gpu_updates=draw(st.integers(0, layers + 2)))
+    modes, on_gpu = layout.activation_modes(layers, lowest), layout.updated_on_gpu(layers, {*range(lowest)})
     schedule = draw(st.sampled_from(SCHEDULES))
     pieces = draw(st.sampled_from([1, 1, 2, 3, 5]))
     tied, slots, routed = draw(st.booleans()), draw(st.integers(1, 3)), draw(st.booleans())
-    return layers, window, modes, tied, slots, on_gpu, schedule, pieces, routed
+    return layers, window, modes, tied, slots, on_gpu, schedule, pieces, routed, lowest
 
 
 def slot_of(unit: int, layers: int, window: int, tied: bool) -> str:
@@ -58,12 +60,12 @@ def gradient_of(unit: int, layers: int, slots: int, tied: bool) -> str:
     return f"layer {unit % min(slots, layers)}"
 
 
-def visits_of(layers: int, tied: bool) -> list[tuple[int, tuple[int, ...]]]:
+def visits_of(layers: int, tied: bool, lowest: int = 0) -> list[tuple[int, tuple[int, ...]]]:
     """(visit, units whose parameters it reads) in compute order."""
     visits = Visits(layers)
     ups = [(visits.forward(u), (u,)) for u in range(layers + 1)]
     head = [(visits.head, (layers + 1, 0) if tied else (layers + 1,))]
-    downs = [(visits.backward(u), (u,)) for u in range(layers, 0, -1)]
+    downs = [(visits.backward(u), (u,)) for u in range(layers, max(lowest, 1) - 1, -1)]
     return ups + head + downs
 
 
@@ -103,10 +105,11 @@ class Simulation:
         schedule="in_forward",
         pieces=1,
         routed=True,
+        lowest=0,
     ):
         self.layers, self.window, self.modes, self.tied, self.routed = layers, window, modes, tied, routed
         self.gradient_slots, self.on_gpu, self.schedule = gradient_slots, on_gpu, schedule
-        self.pieces = pieces
+        self.pieces, self.lowest = pieces, lowest
         self.fresh: set[int] = set()
         # A piece's slot and gradient buffer, as Vocabulary shares them out: in turn.
         some = piece_visits(layers, pieces, tied) if pieces > 1 else ()
@@ -124,7 +127,7 @@ class Simulation:
     def compute(self):
         for step in range(STEPS):
             self.fired.add((step, "put", 0))
-            for visit, units in visits_of(self.layers, self.tied):
+            for visit, units in visits_of(self.layers, self.tied, self.lowest):
                 unit = units[0]
                 if self.pieces > 1 and unit in (0, self.visits.head):
                     yield from self.in_pieces(step, unit)
@@ -156,6 +159,8 @@ class Simulation:
                     yield from self.submit(step, unit)
                 if visit == self.visits.head and self.routed:
                     yield (step, "balanced", 0)
+            if self.lowest:
+                continue
             if self.pieces > 1:
                 for at in piece_visits(self.layers, self.pieces, self.tied)[2]:
                     if self.tied:
@@ -213,7 +218,8 @@ class Simulation:
             self.on_gpu,
             self.schedule,
             self.pieces,
-            routed=self.routed,
+            self.lowest,
+            self.routed,
         )
         in_slots = range(int(self.pieces > 1), self.window + 1)  # units that are updated where they compute
         last = {u: u for u in range(self.layers + 2)}  # whose reduction is a unit's last
@@ -240,7 +246,7 @@ class Simulation:
                 elif isinstance(item, Deliver):
                     if item.visit <= self.visits.head and step > 0:
                         # in_forward, the later of the schedules: published when all have landed
-                        for unit in range(self.layers + 2):
+                        for unit in range(self.lowest, self.layers + 2):
                             yield (step - 1, "reduced", last[unit])
                     slot = slot_of(item.unit, self.layers, self.window, self.tied)
                     if item.piece is not None:
@@ -309,17 +315,17 @@ def test_every_small_program_ends():
 
 @given(programs())
 def test_every_visit_has_what_it_needs(program):
-    layers, window, modes, tied, *_ = program
-    visits, order = Visits(layers), transfers(layers, window, modes, tied)
+    layers, window, modes, tied, *_, lowest = program
+    visits, order = Visits(layers), transfers(layers, window, modes, tied, lowest=lowest)
     delivered = [(t.visit, t.unit) for t in order if isinstance(t, Deliver)]
     needed = [
         (visit, units[0])
-        for visit, units in visits_of(layers, tied)
+        for visit, units in visits_of(layers, tied, lowest)
         if not stays(visit, units[0], layers, window)
     ]
     assert sorted(delivered) == sorted(needed)
     assert [t.visit for t in order if isinstance(t, Deliver)] == sorted(v for v, _ in needed)
-    assert [t.unit for t in order if isinstance(t, Reduce)] == list(range(layers + 1, -1, -1))
+    assert [t.unit for t in order if isinstance(t, Reduce)] == list(range(layers + 1, lowest - 1, -1))
     offloaded = [u for u in range(1, layers + 1) if modes[u - 1] in AWAY]
     assert [t.unit for t in order if isinstance(t, Stash)] == offloaded
     assert [t.unit for t in order if isinstance(t, Fetch)] == offloaded[::-1]
@@ -328,8 +334,8 @@ def test_every_visit_has_what_it_needs(program):
 
 @given(programs())
 def test_a_release_is_the_last_visit_before_the_slot_is_refilled(program):
-    layers, window, modes, tied, *_ = program
-    order = [t for t in transfers(layers, window, modes, tied) if isinstance(t, Deliver)]
+    layers, window, modes, tied, *_, lowest = program
+    order = [t for t in transfers(layers, window, modes, tied, lowest=lowest) if isinstance(t, Deliver)]
     visits = Visits(layers)
     for i, deliver in enumerate(order):
         slot = slot_of(deliver.unit, layers, window, tied)
@@ -337,7 +343,7 @@ def test_a_release_is_the_last_visit_before_the_slot_is_refilled(program):
         until = min(later, default=visits.embed_backward + 1)
         readers = [
             visit
-            for visit, units in visits_of(layers, tied)
+            for visit, units in visits_of(layers, tied, lowest)
             if deliver.unit in units and deliver.visit <= visit < until
         ]
         assert deliver.release == max(readers)
@@ -345,18 +351,20 @@ def test_a_release_is_the_last_visit_before_the_slot_is_refilled(program):
 
 @given(programs())
 def test_only_the_window_is_ever_resident(program):
-    """A layer that is not in the top `window` comes twice, one that is comes once."""
-    layers, window, modes, tied, *_ = program
-    units = [t.unit for t in transfers(layers, window, modes, tied) if isinstance(t, Deliver)]
+    """A layer that is not in the top `window` comes twice, one that is, or that has no backward, once."""
+    layers, window, modes, tied, *_, lowest = program
+    order = transfers(layers, window, modes, tied, lowest=lowest)
+    units = [t.unit for t in order if isinstance(t, Deliver)]
     for unit in range(1, layers + 1):
-        assert units.count(unit) == (1 if unit > layers - window else 2)
+        assert units.count(unit) == (1 if unit > layers - window or unit < lowest else 2)
     assert units.count(0) == units.count(layers + 1) == 1
 
 
 @given(st.integers(1, 6), st.data(), st.integers(2, 5), st.booleans(), st.booleans())
 def test_pieces_come_when_they_are_visited(layers, data, pieces, tied, embed_trained):
     window = data.draw(st.integers(1, layers))
-    order = transfers(layers, window, ("keep",) * layers, tied, pieces=pieces, embed_trained=embed_trained)
+    lowest = 0 if embed_trained else 1
+    order = transfers(layers, window, ("keep",) * layers, tied, pieces=pieces, lowest=lowest)
     forward, head, backward = piece_visits(layers, pieces, tied)
     needed = forward + head + (backward if tied and embed_trained else [])
     found = [(t.unit, t.piece, t.visit) for t in order if isinstance(t, Deliver) and t.piece is not None]
@@ -365,6 +373,7 @@ def test_pieces_come_when_they_are_visited(layers, data, pieces, tied, embed_tra
     up = list(range(pieces))
     assert [at.piece for at in forward] == up and [at.piece for at in head] == [*up[:0:-1], *up]
     reduced = [(t.unit, t.piece) for t in order if isinstance(t, Reduce) and t.piece is not None]
-    assert reduced == [*(() if tied else ((layers + 1, p) for p in up)), *((0, p) for p in up)]
+    of_head = [] if tied else [(layers + 1, p) for p in up]
+    assert reduced == of_head + ([(0, p) for p in up] if embed_trained else [])
     later = [t for t in evaluation(layers, tied, pieces) if t.piece is not None]
     assert [(t.unit, t.piece, t.visit) for t in later] == forward + head[:pieces]
