@@ -317,6 +317,7 @@ class AutoPolicy:
             else:
                 saving, kind = start.seconds - chosen.seconds, "measured"
             why += f"; deciding cost {cost:.1f} s"
+            why += f", {self.spent:.1f} s of it before the run" if self.spent else ""
             if saving > 0:
                 even = math.ceil(cost / saving)
                 steps = f"{even:,} step{'s' * (even != 1)}"

@@ -322,6 +322,7 @@ def test_what_was_measured_decides_and_its_cost_is_reported():
         beyond = 6 * 1.0 + 6 * 0.5 * (near in tried)  # what the best would have taken is no cost
         assert measure.cost_seconds == pytest.approx(beyond)
         assert final.cost_seconds >= 4.0 + measure.cost_seconds
+        assert "s, 4.0 s of it before the run, each step saves" in final.why
         assert f"s ({kind}), break-even after" in final.why
         assert ("saves 0.500 s (measured)" in final.why) == (start == near)
 
