@@ -31,6 +31,17 @@ from slidedp.shortage import MemoryWatch
 from slidedp.stalls import StallWatch
 
 
+def failure_text(error: dict[str, Any]) -> str:
+    """What a process has said of its end, and what to do about it where that is known."""
+    known = ""
+    if error["type"] == "OutOfMemoryError":  # a GPU's
+        known = (
+            ", out of GPU memory: use layout.activations='offload', a smaller layout.window or batch_size, "
+            "layout.vocabulary_pieces=16, or under layout='auto' a smaller gpu_memory_budget"
+        )
+    return f"{error['process']} failed{known}:\n{error['text']}"
+
+
 def _enter(index: int, ranks: int, setup: Handle, ends: list[Any]) -> None:
     """Entry of every process."""
     rank_setup, worker_setup = pickle.loads(Segment.open(setup).array(np.uint8).tobytes())
@@ -197,7 +208,7 @@ class Processes:
             i, death = killed[0]
             return f"{self.name(i)} was ended by {signal.Signals(-death).name}"
         if own:
-            return f"{own[0]['process']} failed:\n{own[0]['text']}"
+            return failure_text(own[0])
         text = f"{self.name(index)} ended with exit code {code}"
         if index in self._silent:
             text += ' before it could say why; a script must call launch() under if __name__ == "__main__":'

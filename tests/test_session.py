@@ -7,6 +7,7 @@ import resource
 import subprocess
 import threading
 from dataclasses import replace
+from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from pathlib import Path
 
@@ -21,11 +22,12 @@ from slidedp.checkpoint.folder import checkpoints, find
 from slidedp.checkpoint.resume import verify
 from slidedp.hold import Hold
 from slidedp.host.memory import pss_bytes
+from slidedp.host.process import reporting
 from slidedp.policy.machines import H200
 from slidedp.policy.tune import Tuner
 from slidedp.policy.workload import workload_of
 from slidedp.preflight import plan, under
-from slidedp.processes import Processes
+from slidedp.processes import Processes, failure_text
 from tests.launching import DEADLINE, LENGTH, VOCABULARY, alive, nothing_left, script, small_config, until
 
 STEPS = 45
@@ -447,3 +449,16 @@ def test_what_a_launch_that_was_killed_left_is_not_taken_for_samples(folder, tmp
     with nothing_left(), launch(small_config(folder, steps=1, run_folder=str(run_folder))) as run:
         run.wait(DEADLINE)
     assert not (run_folder / "preparing").exists() and not (run_folder / "samples").exists()
+
+
+def test_what_a_process_dies_of_comes_with_a_remedy():
+    def said(error: Exception) -> str:
+        launcher, process = Pipe()
+        with pytest.raises(SystemExit), reporting("rank 1", process):
+            raise error
+        return failure_text(launcher.recv())
+
+    remedy, *trace = said(torch.OutOfMemoryError("CUDA out of memory. Tried")).splitlines()
+    assert remedy.startswith("rank 1 failed, out of GPU memory: use layout.activations='offload'")
+    assert trace[0].startswith("Traceback") and trace[-1].endswith("CUDA out of memory. Tried")
+    assert said(ValueError("x")).startswith("rank 1 failed:\nTraceback")

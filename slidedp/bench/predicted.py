@@ -19,7 +19,7 @@ from transformers import PretrainedConfig
 
 from slidedp.bench.measured import CHOICE, Measured, accuracy, predictions, write
 from slidedp.bench.shapes import QWEN3, qwen3
-from slidedp.bench.slide import WARM_UP, bench_config, launch_tuned, wait_for_step
+from slidedp.bench.slide import WARM_UP, bench_config, launch_tuned, next_switch, wait_for_step
 from slidedp.layout import Layout
 from slidedp.policy.candidates import fits
 from slidedp.policy.words import describe
@@ -113,11 +113,8 @@ def measure(
             started = run.log.steps_done
             for layout in layouts:
                 if layout != run.layout:
-                    switches = len(run.log.events("layout")) + int(run.config.ranks or 1)
                     run.set_layout(layout)
-                    while len(run.log.events("layout")) < switches:
-                        run.wait(0.05)
-                    started = run.log.events("layout")[-1]["step"]
+                    started = next_switch(run, started)
                 begin = started + WARM_UP
                 wait_for_step(run, begin + MEASURED)
                 steps = run.metrics().loc[begin : begin + MEASURED - 1]

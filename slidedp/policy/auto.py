@@ -242,8 +242,8 @@ class AutoPolicy:
         return [chosen, *short] + [self.start] * (close(self.start) and self.start not in short)
 
     def _variants(self, chosen: Layout) -> Iterator[Layout]:
-        """`chosen` with one thing changed that makes a real difference. What it shares with the others of its
-        kind (31 layers recomputed and not 32) no trial can tell apart."""
+        """`chosen` with one thing changed that makes a real difference: 31 layers recomputed and 32 are the
+        same to a trial."""
         units, layers = self.workload.layers + 2, self.workload.layers
         if chosen.reduction == "gpu" and self.rates.gpu_update:
             for count in (units, 0):  # all that can be asks least of the host, where a model errs most

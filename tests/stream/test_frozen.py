@@ -4,6 +4,7 @@ from dataclasses import replace
 from fnmatch import fnmatch
 from random import Random
 
+import numpy as np
 import pytest
 
 from slidedp import Layout
@@ -12,7 +13,7 @@ from slidedp.model.families import flops_per_token, load_config, skeleton
 from slidedp.model.units import lowest_trained, units_of
 from slidedp.preflight import plan
 from tests.pool import pool
-from tests.stream.cases import LAYERS, ROUTES, config, some_layout
+from tests.stream.cases import LAYERS, ROUTES, config, expected, some_layout
 from tests.stream.test_parity import assert_parity
 
 FREEZE = {
@@ -39,6 +40,16 @@ def test_what_is_above_trains_as_ever(tied, lowest):
     outcome = pool(2).run(run, layouts={3 * i: layout for i, layout in enumerate(layouts) if i})
     assert lowest_trained(outcome.units) == lowest
     assert_parity(outcome, run)
+
+
+def test_the_balance_of_experts_counts_every_layer():
+    """The routers of layers that have no backward too."""
+    layout = some_layout(Random(3), ROUTES[4], mlp_tile_tokens=0)
+    run = replace(frozen(layout, 3, kind="qwen3_moe", tied=False, steps=8), router_aux_loss_coef=0.3)
+    outcome = pool(2).run(run)
+    assert_parity(outcome, run)
+    balances = [event["router_loss"] for event in outcome.steps if event["rank"] == 0]
+    np.testing.assert_allclose(balances, expected(run).balances, rtol=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["keep", "offload", "spill"])
