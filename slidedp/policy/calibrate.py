@@ -6,7 +6,7 @@ from typing import Any
 
 import pandas as pd
 
-from slidedp.layout import Layout
+from slidedp.layout import NOTHING, Layout
 from slidedp.policy.demands import demands
 from slidedp.policy.rates import GROUPS, Rates, Workload
 from slidedp.policy.step_time import predict
@@ -34,7 +34,7 @@ def calibrated(rates: Rates, workload: Workload, layout: Layout, log: RunLog, st
     if measured.empty:
         return rates
     rates = _with_compute(rates, workload, layout, measured, log, step)
-    there = {workload.unit_name(unit) for unit in layout.updated_on_gpu(workload.layers)}
+    there = {workload.unit_name(unit) for unit in workload.updated_on_gpu(layout)}
     # Rates of what runs at the same time depend on each other, so one correction shifts the next.
     for _ in range(ROUNDS):
         spans = predict(workload, rates, layout, timeline=True).timeline
@@ -78,7 +78,7 @@ def _with_compute(
     ranks = measured[measured["rank"] >= 0]
     seconds = (ranks["end"] - ranks["start"]) / 1e3
     layers = ranks["unit"].str.startswith("layers.")
-    modes = layout.activation_modes(workload.layers)
+    modes = workload.modes(layout)
 
     def typical(phase: str, units: list[str] | None = None, embed: bool = False) -> float | None:
         rows = (ranks["phase"] == phase) & (layers != embed if phase == "forward" else True)
@@ -97,7 +97,7 @@ def _with_compute(
     else:
         changes["forward"] = forward
         ratios = [forward / rates.forward]
-    for mode in set(modes):
+    for mode in {*modes} - {NOTHING}:
         names = [f"layers.{i}" for i, m in enumerate(modes) if m == mode]
         found = typical("backward", names)
         layer = modes.index(mode)
@@ -127,7 +127,7 @@ def _with_compute(
     # What no span covers: gradients copied into their buffers, and the embedding's backward.
     whole = [e["compute_seconds"] for e in log.events("step") if e["step"] == step]
     covered = seconds[ranks["track"] == "compute"].sum() / len(whole)
-    copied = workload.params * (workload.itemsize + workload.gradient_itemsize) / rates.device_copy
+    copied = workload.trained_params * (workload.itemsize + workload.gradient_itemsize) / rates.device_copy
     rest = max(0.0, float(sum(whole) / len(whole) - covered - copied))
     if rest < 0.2 * covered:  # else it is the first steps' own work, which later ones do not repeat
         changes["embed_backward"] = rest

@@ -12,19 +12,20 @@ RESOURCES = (COMPUTE, "threads", "update", "to_device", "to_host", "collective",
 def busy_seconds(w: Workload, r: Rates, layout: Layout, d: Demands) -> dict[str, float]:
     """By resource. The recurrence serves exactly these, besides the host's memory."""
     window = min(layout.window, w.layers)
-    there, stays = layout.updated_on_gpu(w.layers), layout.resident_on_gpu(w.layers)
+    there, stays = w.updated_on_gpu(layout), w.resident_on_gpu(layout)
     own, count = layout.own_slots(w.layers), (1, w.layers, 1)  # units of each kind
-    streamed = w.layers - window
+    streamed = max(0, w.layers - window + 1 - w.first_backward)
 
     compute = d.embed_forward + d.embed_backward + d.head + w.layers * d.forward + sum(d.backward)
     worker = up = down = collective = 0.0
     for k, number in enumerate(count):
-        compute += number * d.submit[k]
-        worker += number * (d.update[k] + d.lane_sum[k])
+        trained = w.trained(k)
+        compute += trained * d.submit[k]
+        worker += trained * (d.update[k] + d.lane_sum[k])
         up += number * d.deliver[k].number * d.deliver[k].link
-        down += number * d.reduce[k].number * d.reduce[k].link
+        down += trained * d.reduce[k].number * d.reduce[k].link
         collective += number * d.deliver[k].number * d.deliver[k].collective
-        collective += number * d.reduce[k].number * d.reduce[k].collective
+        collective += trained * d.reduce[k].number * d.reduce[k].collective
     up += streamed * d.deliver_again.number * d.deliver_again.link
     up += sum(d.fetch)
     down += sum(d.stash)
@@ -62,12 +63,13 @@ def _host_bytes(w: Workload, r: Rates, layout: Layout) -> float:
     moved += sum(w.away_bytes(layout)) * (2 * w.ranks - t.movers_up - t.movers_down)
     embed, _, head = w.delivered_params(layout)
     moved += (embed + head) * w.itemsize * t.share_up * t.movers_up
-    moved += (w.embed_params + w.head_params) * w.gradient_itemsize * t.share_down * t.movers_down
+    ends = w.trained(0) * w.embed_params + w.trained(2) * w.head_params
+    moved += ends * w.gradient_itemsize * t.share_down * t.movers_down
     there, number = updated_there(w, layout), lanes(w, layout)
-    moved += (w.params - there) * (state_bytes(w) + number * w.gradient_itemsize)
+    moved += (w.trained_params - there) * (state_bytes(w) + number * w.gradient_itemsize)
     moved -= there * w.gradient_itemsize
     stays = resident_there(w, layout)
     moved += 26 * (there - stays) + w.itemsize * stays
     if layout.schedule == "in_forward" and number > 1:
-        moved += w.params * w.gradient_itemsize * 2  # the sum of the lanes, written and read
+        moved += w.trained_params * w.gradient_itemsize * 2  # the sum of the lanes, written and read
     return moved

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 from typing import NamedTuple
 
-from slidedp.layout import Layout
+from slidedp.layout import NOTHING, Layout
 from slidedp.policy.contention import LinkRates, seconds_per_byte, update_seconds
 from slidedp.policy.rates import Rates, Workload
 from slidedp.policy.traffic import Traffic, route, traffic
@@ -102,12 +102,14 @@ def demands(w: Workload, r: Rates, layout: Layout) -> Demands:
     enqueue_forward, enqueue_backward = (slower * seconds for seconds in _enqueueing(w, r, layout))
     away = w.away_bytes(layout)
     on_gpu = _gpu_updates(sizes, w, r, layout, links, 12, 14)
-    beside = _beside_compute(w, layout, on_gpu) / w.layers
+    backwards = w.layers + 1 - w.first_backward
+    beside = _beside_compute(w, layout, on_gpu) / (w.layers if in_forward else max(1, backwards))
+    modes = w.modes(layout)
     seconds_of_mode = {
         mode: r.backward(mode, w.kept_part(layout))
         + _tiles_again(mode, w, r, layout)
         + (0.0 if in_forward else beside)
-        for mode in set(layout.activation_modes(w.layers))
+        for mode in {*modes} - {NOTHING}
     }
     return Demands(
         deliver=delivers,
@@ -128,16 +130,19 @@ def demands(w: Workload, r: Rates, layout: Layout) -> Demands:
         stash=[size * down_first for size in away],
         fetch=[size * up_again for size in away],
         forward=r.forward + (beside if in_forward else 0.0),
-        backward=[seconds_of_mode[mode] for mode in layout.activation_modes(w.layers)],
+        backward=[seconds_of_mode.get(mode, 0.0) for mode in modes],
         enqueue_forward=enqueue_forward,
         enqueue_backward=[
-            enqueue_backward + (0.0 if mode in ("keep", "partial", "spill") else slower * r.enqueue_forward)
-            for mode in layout.activation_modes(w.layers)
+            0.0
+            if mode == NOTHING
+            else enqueue_backward
+            + (0.0 if mode in ("keep", "partial", "spill") else slower * r.enqueue_forward)
+            for mode in modes
         ],
         submit=[p * (w.itemsize + w.gradient_itemsize) / r.device_copy for p in sizes],
         head=r.head * _logits_again(w, layout),
         embed_forward=r.embed_forward,
-        embed_backward=r.embed_backward,
+        embed_backward=r.embed_backward if w.lowest == 0 else 0.0,
     )
 
 
@@ -202,7 +207,7 @@ def _enqueueing(w: Workload, r: Rates, layout: Layout) -> tuple[float, float]:
     layers = range(1, w.layers + 1)
     there, stays = (
         sum(unit in units for unit in layers) / w.layers
-        for units in (layout.updated_on_gpu(w.layers), layout.resident_on_gpu(w.layers))
+        for units in (w.updated_on_gpu(layout), w.resident_on_gpu(layout))
     )
     update = there * UPDATE + (there - stays) * LOAD
     again = max(0, w.layers - layout.window) / w.layers
@@ -216,9 +221,9 @@ def _enqueueing(w: Workload, r: Rates, layout: Layout) -> tuple[float, float]:
 
 def _beside_worker(updates: list[float], w: Workload, r: Rates, layout: Layout) -> float:
     """How much longer enqueueing takes for the part of a step in which the worker updates."""
-    there = layout.updated_on_gpu(w.layers)
-    worker = sum(updates[w.kind(unit)] for unit in range(w.layers + 2) if unit not in there)
-    compute = w.layers * (r.forward + r.backward_keep) + r.head
+    elsewhere = w.updated_on_gpu(layout) | {*w.frozen}
+    worker = sum(updates[w.kind(unit)] for unit in range(w.layers + 2) if unit not in elsewhere)
+    compute = w.layers * r.forward + (w.layers + 1 - w.first_backward) * r.backward_keep + r.head
     return 1 + (r.enqueue_under_update - 1) * min(1.0, worker / compute)
 
 
@@ -238,12 +243,12 @@ def lanes(w: Workload, layout: Layout) -> int:
 
 def updated_there(w: Workload, layout: Layout) -> int:
     """Parameters that are updated on the GPUs."""
-    return sum(w.unit_params(unit) for unit in layout.updated_on_gpu(w.layers))
+    return sum(w.unit_params(unit) for unit in w.updated_on_gpu(layout))
 
 
 def resident_there(w: Workload, layout: Layout) -> int:
     """Those of them whose state stays there."""
-    return sum(w.unit_params(unit) for unit in layout.resident_on_gpu(w.layers))
+    return sum(w.unit_params(unit) for unit in w.resident_on_gpu(layout))
 
 
 def _worker(
@@ -252,14 +257,14 @@ def _worker(
     """Each unit on the worker: beside the forward's traffic, or beside that of both passes."""
     in_forward = layout.schedule == "in_forward"
     there, stays = updated_there(w, layout), resident_there(w, layout)
-    left = max(1, w.params - there)
+    left = max(1, w.trained_params - there)
     units = w.params / w.layer_params / left
     up = moved.forward_up + (0.0 if in_forward else moved.backward_up)
     down = moved.forward_down + (0.0 if in_forward else moved.backward_down)
     # State that the GPUs update streams both ways meanwhile, and its gradients do not land; what is in its
     # slot already is not delivered.
     own = layout.own_slots(w.layers)
-    here = sum(w.unit_params(unit) for unit in layout.updated_on_gpu(w.layers) if unit in own)
+    here = sum(w.unit_params(unit) for unit in w.updated_on_gpu(layout) if unit in own)
     delivered = here * w.itemsize * moved.share_up * moved.movers_up
     written = 14 * (there - stays) + w.itemsize * stays - (0.0 if in_forward else w.gradient_itemsize) * there
     per_param = update_seconds(
@@ -286,7 +291,7 @@ def _gpu_updates(
 ) -> list[GpuUpdate]:
     """`up` and `down`: bytes per parameter. Where the rate of 12 up and 14 down is measured as a whole, the
     way down is the longer one."""
-    beside_worker = updated_there(w, layout) < w.params
+    beside_worker = updated_there(w, layout) < w.trained_params
     found = []
     for params in sizes:
         count, _ = _chunks(params, w, layout)
@@ -301,5 +306,5 @@ def _gpu_updates(
 def _beside_compute(w: Workload, layout: Layout, on_gpu: list[GpuUpdate]) -> float:
     """Seconds of a step that updates on the GPU keep its memory busy, at the cost of the layers that run
     beside them. With all of Qwen3-1.7B updated there, compute was busy 0.177 s instead of 0.161 (H200)."""
-    there = layout.updated_on_gpu(w.layers)
+    there = w.updated_on_gpu(layout)
     return sum(on_gpu[w.kind(unit)].number * on_gpu[w.kind(unit)].update for unit in there)

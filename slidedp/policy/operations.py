@@ -46,24 +46,29 @@ def operations(
     on_gpu: frozenset[int],
     schedule: str,
     ring: int,
+    frozen: frozenset[int],
+    lowest: int,
 ) -> tuple[Operation, ...]:
     """One step. Layers that are `away` offload or spill, `slots` are gradient buffers of layers, `ring` is
-    the number of their landing zones, 0 if every layer has its own."""
+    the number of their landing zones, 0 if every layer has its own; units that are `frozen` have no gradient,
+    and backward ends at the unit `lowest`."""
     modes = tuple("offload" if unit in away else "recompute" for unit in range(1, layers + 1))
     visits = Visits(layers)
     order: list[Operation] = []
-    leaves = _SlotUsers(layers, window, tied)
-    zone_before = _zone_users(layers, on_gpu, ring)
+    leaves = _SlotUsers(layers, window, tied, lowest)
+    zone_before = _zone_users(layers, on_gpu | frozen, ring)
+    buffer_before = _buffer_users(layers, frozen, slots)
+    end = visits.embed_backward if lowest == 0 else visits.backward(lowest)
     fetched: list[int] = []
     done = -1
 
     def visit_until(last: int) -> None:
         nonlocal done
-        for number in range(done + 1, last + 1):
-            order.append(_visit(visits, number, slots))
+        for number in range(done + 1, min(last, end) + 1):
+            order.append(_visit(visits, number, buffer_before))
         done = max(done, last)
 
-    for transfer in transfers(layers, window, modes, tied, on_gpu, schedule):
+    for transfer in transfers(layers, window, modes, tied, on_gpu, schedule, lowest=lowest):
         if isinstance(transfer, Load):
             order.append(Operation(LOAD, -1))
             continue
@@ -74,6 +79,8 @@ def operations(
                 visit_until(freed)
             again = transfer.visit > visits.head
             order.append(Operation(DELIVER_AGAIN if again else DELIVER, unit, freed))
+        elif isinstance(transfer, Reduce) and unit in frozen:
+            visit_until(visits.backward(unit))
         elif isinstance(transfer, Reduce):
             visit_until(visits.head if unit == visits.head else visits.backward(unit))
             order.append(Operation(REDUCE, unit, before=zone_before.get(unit, -1)))
@@ -93,7 +100,7 @@ def operations(
     return tuple(order)
 
 
-def _visit(visits: Visits, number: int, slots: int) -> Operation:
+def _visit(visits: Visits, number: int, buffer_before: dict[int, int]) -> Operation:
     if number == 0:
         return Operation(EMBED, 0, number)
     if number < visits.head:
@@ -103,21 +110,20 @@ def _visit(visits: Visits, number: int, slots: int) -> Operation:
     if number == visits.embed_backward:
         return Operation(EMBED_BACKWARD, 0, number)
     unit = visits.embed_backward - number
-    earlier = unit + slots
-    if earlier > visits.layers:  # in the last step
-        earlier = (unit - 1) % slots + 1
-    return Operation(BACKWARD, unit, number, earlier)
+    return Operation(BACKWARD, unit, number, buffer_before.get(unit, -1))
 
 
 class _SlotUsers:
     """The visit after which each slot's present user leaves it; at first the last step's final one."""
 
-    def __init__(self, layers: int, window: int, tied: bool) -> None:
+    def __init__(self, layers: int, window: int, tied: bool, lowest: int) -> None:
         visits = Visits(layers)
         self._layers, self._window = layers, window
         self._edges = {0: "embed", layers + 1: "head" if tied else "embed"}  # one slot for both, unless tied
         self._leaves: dict[int | str, int] = {"embed": visits.head, "head": visits.head}
-        for unit in range(layers, 0, -1):  # the lowest unit of each slot is its last user in backward
+        for unit in range(1, layers + 1):  # forward's last user of each slot
+            self._leaves[unit % window] = visits.forward(unit)
+        for unit in range(layers, max(lowest, 1) - 1, -1):  # the lowest is its last user in backward
             self._leaves[unit % window] = visits.backward(unit)
 
     def take(self, unit: int, release: int) -> int:
@@ -125,6 +131,16 @@ class _SlotUsers:
         slot = self._edges.get(unit, unit % self._window)
         freed, self._leaves[slot] = self._leaves[slot], release
         return freed
+
+
+def _buffer_users(layers: int, frozen: frozenset[int], slots: int) -> dict[int, int]:
+    """By layer that is trained, the one whose gradient is in the same buffer before: of each buffer's first,
+    its last one in the step before."""
+    before: dict[int, int] = {}
+    for place in range(slots):
+        users = [unit for unit in range(layers, 0, -1) if unit % slots == place and unit not in frozen]
+        before |= dict(zip(users, [*users[-1:], *users[:-1]], strict=True))
+    return before
 
 
 def _zone_users(layers: int, on_gpu: frozenset[int], ring: int) -> dict[int, int]:

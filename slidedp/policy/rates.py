@@ -50,10 +50,43 @@ class Workload:
     """Forward and backward FLOPs of the output matrix on one rank."""
     compiled: bool = True
     """Whether a compiler keeps a part of a layer's intermediates, where `partial` and `spill` ask for one."""
+    frozen: tuple[int, ...] = ()
+    """Indices of the units that are not trained."""
 
     @property
     def params(self) -> int:
         return self.embed_params + self.layers * self.layer_params + self.head_params
+
+    @property
+    def lowest(self) -> int:
+        """Index of the first unit that is trained, where backward ends."""
+        return next(unit for unit in range(self.layers + 2) if unit not in self.frozen)
+
+    @property
+    def first_backward(self) -> int:
+        """Index of the first layer that has a backward; layers + 1 if none has."""
+        return max(1, self.lowest)
+
+    def trained(self, kind: int) -> int:
+        """Units of a kind that are trained."""
+        return (1, self.layers, 1)[kind] - sum(self.kind(unit) == kind for unit in self.frozen)
+
+    @property
+    def trained_params(self) -> int:
+        """Those of `params` that are trained."""
+        return self.params - sum(self.unit_params(unit) for unit in self.frozen)
+
+    def updated_on_gpu(self, layout: Layout) -> frozenset[int]:
+        """Indices of the units that GPUs update."""
+        return layout.updated_on_gpu(self.layers, frozenset(self.frozen))
+
+    def resident_on_gpu(self, layout: Layout) -> frozenset[int]:
+        """Those of them whose state stays there."""
+        return layout.resident_on_gpu(self.layers, frozenset(self.frozen))
+
+    def modes(self, layout: Layout) -> tuple[str, ...]:
+        """By layer; NOTHING where no backward comes."""
+        return layout.activation_modes(self.layers, self.lowest)
 
     def unit_params(self, unit: int) -> int:
         """Parameters of a unit by index: 0 embed, 1..layers, layers + 1 head."""
@@ -85,7 +118,7 @@ class Workload:
             "offload": float(self.input_bytes),
             "spill": self.input_bytes + self.kept_part(layout) * self.kept_bytes,
         }
-        return [sizes.get(mode, 0.0) for mode in layout.activation_modes(self.layers)]
+        return [sizes.get(mode, 0.0) for mode in self.modes(layout)]
 
     def kind(self, unit: int) -> int:
         """0 embed, 1 a layer, 2 head."""

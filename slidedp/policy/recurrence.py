@@ -56,12 +56,13 @@ def steady_step(w: Workload, r: Rates, layout: Layout, d: Demands, record: bool 
     window, slots = min(layout.window, layers), min(layout.gradient_slots, layers)
     own = layout.own_slots(layers)
     away = frozenset(i + 1 for i, size in enumerate(w.away_bytes(layout)) if size)
-    there, stays = layout.updated_on_gpu(layers), layout.resident_on_gpu(layers)
+    there, stays, frozen = w.updated_on_gpu(layout), w.resident_on_gpu(layout), frozenset(w.frozen)
     in_forward = layout.schedule == "in_forward"
     sums_lanes = in_forward and d.lane_sum[1] > 0
     ring = sums_lanes or (not in_forward and layout.landing == "ring")
     in_turn = sums_lanes or (not in_forward and ring)  # the worker takes what lands in the order of landing
-    program = operations(layers, window, away, w.tied, slots, there, layout.schedule, RING if ring else 0)
+    zones = RING if ring else 0
+    program = operations(layers, window, away, w.tied, slots, there, layout.schedule, zones, frozen, w.lowest)
     kind = [w.kind(unit) for unit in range(units)]
     deliver = [d.deliver[k] for k in kind]
     reduce = [d.keep[k] if unit in there else d.reduce[k] for unit, k in enumerate(kind)]
@@ -174,6 +175,8 @@ def steady_step(w: Workload, r: Rates, layout: Layout, d: Demands, record: bool 
                 if unit in away and fetched[unit] > now:
                     wait_for_input(fetched[unit])
                 compute(unit, "backward", backward[unit - 1], visit)
+                if unit in frozen:
+                    continue
                 if reduced[before] > now:
                     wait_for_buffer(unit, reduced[before])
                 now += d.submit[1]
@@ -186,7 +189,7 @@ def steady_step(w: Workload, r: Rates, layout: Layout, d: Demands, record: bool 
                 if delivered[unit] > now:
                     wait_for_delivery(unit)
                 compute(unit, "head", d.head, visit)
-                now += d.submit[2]
+                now += 0.0 if unit in frozen else d.submit[2]
                 gradient[unit] = now
             elif what in (DELIVER, DELIVER_AGAIN):
                 if what == DELIVER and unit in fresh:
@@ -260,7 +263,7 @@ def steady_step(w: Workload, r: Rates, layout: Layout, d: Demands, record: bool 
                 gradient[0] = visited[visit] = now
 
         # What follows once all gradients have landed.
-        here = [unit for unit in range(units) if unit not in there]
+        here = [unit for unit in range(units) if unit not in there and unit not in frozen]
         if in_forward:
             norm_known = worker = max(worker, max(reduced) + message)
             for unit in sorted(there):

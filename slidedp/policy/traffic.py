@@ -39,7 +39,8 @@ def traffic(w: Workload, peers: str, layout: Layout) -> Traffic:
     """The traffic of a layout; `peers` is what GPUs talk over, see Rates.peers."""
     n = w.ranks
     delivery, reduction = route(w, layout)
-    layer, gradient = w.layer_params * w.itemsize, w.layer_params * w.gradient_itemsize
+    layer = w.layer_params * w.itemsize
+    gradient = w.layer_params * w.gradient_itemsize * w.trained(1) / w.layers
     share_up = 1 / n if delivery == "sharded" else 1.0
     share_down = 1 / n if reduction == "gpu" else 1.0
     over_links = n > 1 and peers != "fabric"
@@ -47,7 +48,7 @@ def traffic(w: Workload, peers: str, layout: Layout) -> Traffic:
     gathered = peer if delivery == "sharded" else (1.0 if over_links and delivery == "broadcast" else 0.0)
     scattered = peer if reduction == "gpu" else (1.0 if over_links and reduction == "gpu_root" else 0.0)
     away = sum(w.away_bytes(layout)) / w.layers
-    again = (w.layers - min(layout.window, w.layers)) / w.layers
+    again = max(0, w.layers - min(layout.window, w.layers) + 1 - w.first_backward) / w.layers
     forward_up = layer * share_up + layer * gathered
     return Traffic(
         forward_up=forward_up,

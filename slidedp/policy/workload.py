@@ -2,14 +2,14 @@
 
 from slidedp.config import DTYPES
 from slidedp.model.families import active_parameters
+from slidedp.model.units import frozen_units
 from slidedp.policy.rates import Workload
 from slidedp.preflight import Plan, intermediates_per_token
 from slidedp.stream.buffers import is_tied
 
 
 def workload_of(plan: Plan) -> Workload:
-    """Sizes and FLOPs of one step of `plan`; each rank holds an equal share of the batch. Frozen units count
-    like the others: what they save is in the plan of memory, and in no prediction."""
+    """Sizes and FLOPs of one step of `plan`; each rank holds an equal share of the batch."""
     config, units, model = plan.config, plan.units, plan.model
     ranks = int(config.ranks or 1)
     tokens = config.batch_size // ranks * config.sequence_length
@@ -35,4 +35,5 @@ def workload_of(plan: Plan) -> Workload:
         mlp_flops=tokens * 2.0 * active_parameters(model, mlp),
         head_flops=6.0 * tokens * model.vocab_size * model.hidden_size,
         compiled=bool(config.compile),
+        frozen=tuple(sorted(frozen_units(units))),
     )

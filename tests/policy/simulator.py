@@ -92,11 +92,13 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
     clock, events, visits = Clock(), Events(), Visits(w.layers)
     up, down, between = Stream(clock), Stream(clock), Stream(clock)
     state_in, updates, state_out = Stream(clock), Stream(clock), Stream(clock)
-    there, resident = layout.updated_on_gpu(w.layers), layout.resident_on_gpu(w.layers)
-    modes, window = layout.activation_modes(w.layers), min(layout.window, w.layers)
+    head, frozen = w.layers + 1, frozenset(w.frozen)
+    trained = [unit for unit in range(head + 1) if unit not in frozen]
+    lowest = trained[0]
+    there, resident = layout.updated_on_gpu(w.layers, frozen), layout.resident_on_gpu(w.layers, frozen)
+    modes, window = layout.activation_modes(w.layers, lowest), min(layout.window, w.layers)
     slots, away = min(layout.gradient_slots, w.layers), w.away_bytes(layout)
-    program = transfers(w.layers, window, modes, w.tied, there, layout.schedule)
-    head = w.layers + 1
+    program = transfers(w.layers, window, modes, w.tied, there, layout.schedule, lowest=lowest)
     lanes = w.ranks if layout.reduction == "cpu" else 1
     ends: list[float] = []
 
@@ -176,7 +178,7 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
                     clock.start(publish_written(step, unit, number - 1))
                 elif isinstance(t, Deliver):
                     fresh = step and t.visit <= window and unit in there
-                    if step and not fresh:
+                    if step and not fresh and unit not in frozen:
                         yield events["published", step, unit]
                     edge = unit in (0, head)
                     slot = ("edge", unit if w.tied else 0) if edge else ("layer", unit % window)
@@ -193,10 +195,12 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
                         else:
                             up.put(copy_up(size / w.ranks, free, (*key, i, "copied")))
                             between.put(gather(size, [*free, (*key, i, "copied")], done))
+                elif isinstance(t, Reduce) and unit in frozen:
+                    continue
                 elif isinstance(t, Reduce):
                     sizes = list(chunks(unit))
                     ring = lanes > 1 if layout.schedule == "in_forward" else layout.landing == "ring"
-                    landing = [layer for layer in range(w.layers, 0, -1) if layer not in there]
+                    landing = [layer for layer in range(w.layers, 0, -1) if layer not in there | frozen]
                     if ring and unit in landing[4:]:
                         yield events["consumed", step, landing[landing.index(unit) - 4]]
                     for i, size in enumerate(sizes):
@@ -226,6 +230,7 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
 
     def compute_thread() -> Activity:
         outgoing: list[Any] = []
+        last: dict[Any, Any] = {}  # by gradient buffer
         again = {t.visit for t in program if isinstance(t, Deliver) and t.visit > visits.head}
         for step in range(steps):
 
@@ -235,9 +240,14 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
                 yield seconds
                 clock.fire(events["visited", step, number])
 
-            def submit(unit: int, before: Any, step: int = step) -> Activity:
-                if before is not None:
-                    yield events[before]
+            def submit(unit: int, step: int = step) -> Activity:
+                if unit in frozen:
+                    return
+                edge = "head" if w.tied and unit == head else "edge"
+                buffer = unit % slots if 0 < unit < head else edge
+                if buffer in last:
+                    yield events[last[buffer]]
+                last[buffer] = ("reduced", step, unit)
                 yield w.unit_params(unit) * (w.itemsize + gradient) / r.device_copy
                 clock.fire(events["gradient", step, unit])
 
@@ -250,19 +260,17 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
                     outgoing.append(("stashed", step, unit))
                 yield from visit(unit, r.forward)
             yield from visit(visits.head, r.head)
-            yield from submit(head, ("reduced", step - 1, 0) if step and not w.tied else None)
-            for unit in range(w.layers, 0, -1):
+            yield from submit(head)
+            for unit in range(w.layers, max(lowest, 1) - 1, -1):
                 if away[unit - 1]:
                     yield events["fetched", step, unit]
                 seconds = r.backward(modes[unit - 1], part)
                 yield from visit(visits.backward(unit), seconds)
-                earlier: Any = ("reduced", step, unit + slots) if unit + slots <= w.layers else None
-                if earlier is None and step:
-                    earlier = ("reduced", step - 1, (unit - 1) % slots + 1)
-                yield from submit(unit, earlier)
-            yield r.embed_backward
-            yield from submit(0, None if w.tied else ("reduced", step, head))
-            clock.fire(events["visited", step, visits.embed_backward])
+                yield from submit(unit)
+            if lowest == 0:
+                yield r.embed_backward
+                yield from submit(0)
+                clock.fire(events["visited", step, visits.embed_backward])
             ends.append(clock.now)
 
     # --- the worker: one activity that takes work from a heap -------------------------------------
@@ -293,9 +301,8 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
         clock.fire(arrived[0])
 
     def worker() -> Activity:
-        units = range(w.layers + 2)
         finished = {step: 0 for step in range(steps)}
-        expected = len(units) - (len(there) if layout.schedule == "in_backward" else 0)
+        expected = len(trained) - (len(there) if layout.schedule == "in_backward" else 0)
         while min(finished.values()) < expected:
             while not waiting:
                 arrived[0] = Event()
@@ -309,9 +316,9 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
             clock.start(serve(r.message_latency, [], ("consumed", step, unit)))
             if layout.schedule == "in_backward":
                 clock.start(serve(r.message_latency, [], ("published", step + 1, unit)))
-            elif finished[step] == len(units):
+            elif finished[step] == len(trained):
                 clock.start(serve(r.message_latency, [], ("coefficients", step)))
-                for each in units:
+                for each in trained:
                     if each in there:
                         continue
                     yield (

@@ -67,6 +67,19 @@ long = st.builds(
 )
 """Layouts that the simulator does not know."""
 LAYERS = 7
+frozen = st.sampled_from(
+    [
+        (),
+        (),
+        (0,),
+        (3,),
+        (0, 1, 2, 3, 4),
+        (0, 1, 2, 5, LAYERS + 1),
+        tuple(range(LAYERS)),
+        tuple(range(LAYERS + 1)),
+    ]
+)
+"""Units that are not trained: often none."""
 machines = st.sampled_from(MACHINES)
 examples = settings(max_examples=150, deadline=None, derandomize=True)
 
@@ -74,12 +87,13 @@ examples = settings(max_examples=150, deadline=None, derandomize=True)
 @examples
 @given(
     layout=layouts,
+    frozen=frozen,
     tied=st.booleans(),
     wide=st.booleans(),
     compiled=st.booleans(),
     log=st.tuples(*[st.floats(-1.5, 1.5)] * 5),
 )
-def test_agrees_with_a_simulator_that_moves_every_chunk(layout, tied, wide, compiled, log):
+def test_agrees_with_a_simulator_that_moves_every_chunk(layout, frozen, tied, wide, compiled, log):
     """With rates that do not depend on each other, over three orders of magnitude of balance."""
     compute, link, collective, update, batch = (10.0**x for x in log)
     layout = dataclasses.replace(
@@ -88,7 +102,7 @@ def test_agrees_with_a_simulator_that_moves_every_chunk(layout, tied, wide, comp
         reduction="cpu" if layout.reduction == "gpu_root" else layout.reduction,
     )
     workload = dataclasses.replace(qwen3_8b(2, max(1, round(4 * batch)), LAYERS), tied=tied)
-    workload = dataclasses.replace(workload, wide_gradients=wide, compiled=compiled)
+    workload = dataclasses.replace(workload, wide_gradients=wide, compiled=compiled, frozen=frozen)
     if tied:
         workload = dataclasses.replace(workload, head_params=4096)
     rates = dataclasses.replace(
@@ -152,22 +166,26 @@ def test_agrees_closely_where_one_part_is_slow(what, batch, links, update, field
 
 
 @examples
-@given(layout=layouts | long, machine=machines, ranks=st.integers(1, 8), batch=st.integers(1, 64))
-def test_never_under_the_capacity_bound(layout, machine, ranks, batch):
-    workload = qwen3_8b(ranks, batch, LAYERS)
+@given(
+    layout=layouts | long, machine=machines, ranks=st.integers(1, 8), batch=st.integers(1, 64), frozen=frozen
+)
+def test_never_under_the_capacity_bound(layout, machine, ranks, batch, frozen):
+    workload = dataclasses.replace(qwen3_8b(ranks, batch, LAYERS), frozen=frozen)
     p = predict(workload, machine.rates(workload), layout)
     assert p.step_seconds >= p.bound_seconds == max(p.demand.values())
     assert p.step_seconds >= 0.999 * (p.compute_seconds + sum(p.exposed.values()))
 
 
 @examples
-@given(layout=layouts | long, machine=machines, ranks=st.integers(1, 8), batch=st.integers(1, 64))
-def test_the_schedule_alone_gives_no_server_more_work_than_time(layout, machine, ranks, batch):
+@given(
+    layout=layouts | long, machine=machines, ranks=st.integers(1, 8), batch=st.integers(1, 64), frozen=frozen
+)
+def test_the_schedule_alone_gives_no_server_more_work_than_time(layout, machine, ranks, batch, frozen):
     """Capacity and completion times are computed apart. Without updates on the GPUs, whose state has a
     stream of its own on the link."""
     layout, workload = (
         dataclasses.replace(layout, gpu_updates=0, resident_updates=0),
-        qwen3_8b(ranks, batch, LAYERS),
+        dataclasses.replace(qwen3_8b(ranks, batch, LAYERS), frozen=frozen),
     )
     rates = machine.rates(workload)
     tasks = demands(workload, rates, layout)
@@ -184,9 +202,10 @@ def test_the_schedule_alone_gives_no_server_more_work_than_time(layout, machine,
     batch=st.integers(1, 64),
     group=st.sampled_from(sorted(GROUPS)),
     factor=st.floats(1.01, 20.0),
+    frozen=frozen,
 )
-def test_more_speed_is_never_predicted_slower(layout, machine, ranks, batch, group, factor):
-    workload = qwen3_8b(ranks, batch, LAYERS)
+def test_more_speed_is_never_predicted_slower(layout, machine, ranks, batch, group, factor, frozen):
+    workload = dataclasses.replace(qwen3_8b(ranks, batch, LAYERS), frozen=frozen)
     rates = machine.rates(workload)
     before = predict(workload, rates, layout).step_seconds
     after = predict(workload, rates.faster(group, factor), layout).step_seconds
@@ -333,6 +352,26 @@ def test_explanation_names_what_binds_and_the_batch_at_which_that_changes():
 def test_rates_survive_json():
     rates = dataclasses.replace(WORKSTATION.rates(qwen3_8b(4, 4)), all_gather=float("inf"))
     assert Rates.from_dict(rates.to_dict()) == rates
+
+
+def test_what_is_frozen_is_not_updated_and_what_lies_below_has_no_backward():
+    """Embedding and half of the layers, and the same half with the embedding trained."""
+    w, layout = qwen3_8b(2, 16), Layout(schedule="in_backward", activations="offload")
+    rates, lower = H200.rates(w), tuple(range(1, 19))
+    whole, above, below = (
+        predict(dataclasses.replace(w, frozen=frozen), rates, layout) for frozen in ((), lower, (0, *lower))
+    )
+    assert above.compute_seconds == pytest.approx(whole.compute_seconds, rel=0.01)
+    less = 18 * rates.backward_recompute
+    assert below.compute_seconds == pytest.approx(whole.compute_seconds - less, rel=0.01)
+    for p, params in ((above, 18 * w.layer_params), (below, 18 * w.layer_params + w.embed_params)):
+        assert p.demand["to_host"] < 0.8 * whole.demand["to_host"]
+        share = whole.demand["update"] * (w.params - params) / w.params
+        assert share < p.demand["update"] < 1.12 * share  # beside links that are as busy as before
+    half = dataclasses.replace(w, frozen=(0, *lower))
+    after = {"backward", "reduce", "update", "stash", "fetch"}
+    names = {s.unit for s in predict(half, rates, layout, timeline=True).timeline if s.phase in after}
+    assert names == {w.unit_name(unit) for unit in range(19, 38)}
 
 
 def test_tiles_run_the_mlp_once_more_where_the_layer_does_not_run_again():

@@ -177,5 +177,5 @@ def test_a_timeline_of_waiting_for_threads_corrects_these(tuned):
 
 def _layout_of(log: RunLog, step: int) -> Layout:
     """The layout at the end of a tuned run."""
-    assert step > max(event["step"] for event in log.events("layout"))
+    assert step > max((event["step"] for event in log.events("layout")), default=-1)
     return Layout(**load_records(log.folder / POLICY)[-1].choice.layout)

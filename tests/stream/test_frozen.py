@@ -11,6 +11,7 @@ from slidedp import Layout
 from slidedp.layout import SCHEDULES
 from slidedp.model.families import flops_per_token, load_config, skeleton
 from slidedp.model.units import lowest_trained, units_of
+from slidedp.policy.workload import workload_of
 from slidedp.preflight import plan
 from tests.pool import pool
 from tests.stream.cases import LAYERS, ROUTES, config, expected, some_layout
@@ -82,6 +83,7 @@ def test_plans_count_what_backward_reaches(mode, where, name):
     whole, part = (plan(frozen(Layout(activations=mode), lowest, ranks=2)) for lowest in (1, 3))
     before, now = getattr(whole, where)[name], getattr(part, where)[name]
     assert now == pytest.approx(before * (LAYERS - 2) / LAYERS)
+    assert workload_of(part).frozen == (0, 1, 2) and workload_of(part).lowest == 3
 
 
 @pytest.mark.parametrize("tied", [True, False])
