@@ -148,8 +148,7 @@ class Layout:
                 f"layout.activations names {len(self.activations)} layers, the model has {layers}: "
                 "give one mode, or one per layer"
             )
-        below = max(0, lowest - 1)
-        return (NOTHING,) * below + modes[below:]
+        return modes if lowest <= 1 else (NOTHING,) * (lowest - 1) + modes[lowest - 1 :]
 
     def updated_on_gpu(self, layers: int, frozen: frozenset[int] = frozenset()) -> frozenset[int]:
         """Indices of the units that `gpu_updates` means: `embed` (0) and the first layers, up to TURN of
