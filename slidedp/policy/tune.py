@@ -103,8 +103,8 @@ class Tuner:
             return self.policy
         try:
             return AutoPolicy(planned, rates, self.trial, self._spent)
-        except ConfigError:  # nothing fits that much less: the plan stands
-            return AutoPolicy(self._planned, rates, self.trial, self._spent)
+        except ConfigError:  # nothing fits that much less: no trial is safe
+            return AutoPolicy(self._planned, rates, None, self._spent)
 
     def _decide(self) -> None:
         """Takes all decisions that are left; the records so far are in the run folder."""

@@ -151,7 +151,7 @@ class Transfers:
                 if isinstance(transfer, Deliver):
                     self._deliver(step, unit, transfer, delivery)
                     if transfer.visit > self._visits.head:
-                        self._updates.bring()
+                        self._updates.load_share()
                 elif isinstance(transfer, Reduce):
                     kind = kept if unit.index in self._updates.indices else reduction
                     self._reduce(step, unit, kind, transfer.piece)
