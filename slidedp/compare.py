@@ -31,7 +31,7 @@ def compare_layouts(
         raise ConfigError(f"compare_layouts: steps={steps}: expected at least {SETTLE + 1}")
     rows = {}
     for name, layout in layouts.items():
-        first = _switch(run, layout)
+        first = switch(run, layout)
         _until_step(run, first + steps)
         rows[name] = _row(run, layout, first, first + steps)
     table = pd.DataFrame.from_dict(rows, orient="index")
@@ -39,8 +39,9 @@ def compare_layouts(
     return table.fillna(dict.fromkeys(waits, 0.0))
 
 
-def _switch(run: Run, layout: Layout) -> int:
-    """The first step under `layout`."""
+def switch(run: Run, layout: Layout) -> int:
+    """Sets a layout and waits until it runs: the first step under it, or the next one if it runs already.
+    Raises ConfigError where it does not fit, or if the run ends before."""
     if layout == run.layout:
         return run.log.steps_done
     ranks = int(run.config.ranks or 1)
@@ -58,7 +59,8 @@ def _until_step(run: Run, step: int) -> None:
 
 def _pause(run: Run) -> None:
     if not run.running:
-        raise ConfigError(f"compare_layouts: the run is {run.status}; give it more steps")
+        run.wait()  # raises what it failed of
+        raise ConfigError(f"switch: the run is {run.status}; give it more steps")
     time.sleep(0.02)
 
 

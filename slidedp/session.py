@@ -45,7 +45,6 @@ from slidedp.model.load import check_pretrained
 from slidedp.model.save import export
 from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.probe import probe
-from slidedp.policy.rates import Rates
 from slidedp.policy.tune import Tuner
 from slidedp.preflight import Plan, plan, size_text, under, with_layout
 from slidedp.processes import Processes
@@ -111,10 +110,9 @@ def launch(
             return Run(preflight, folder, hold, material, source, start, on_step)
         begun = time.monotonic()
         rates = probe(preflight)
-        predicted = AutoPolicy(preflight, rates).decide_all()
-        spent = time.monotonic() - begun
-        run = Run(under(preflight, predicted), folder, hold, material, source, start, on_step)
-        run.tune(rates, preflight, spent)
+        policy = AutoPolicy(preflight, rates, spent=time.monotonic() - begun)
+        run = Run(under(preflight, policy.predict()), folder, hold, material, source, start, on_step)
+        run.tune(policy)
         return run
 
 
@@ -407,17 +405,17 @@ class Run:
                 "layers, or choose landing='ring'"
             )
 
-    def tune(self, rates: Rates, planned: Plan | None = None, spent: float = 0.0) -> None:
+    def tune(self, policy: AutoPolicy) -> None:
         """Starts to look for the best layout on the steps to come, in the background. When steps drift later
         on from what they took then, a better layout is proposed: the event `drift` of the log, and a line;
         with `config.retune` it is taken.
 
-        `planned` is the preflight with the memory that was free before the run took its own, `spent`
-        what `rates` have cost in seconds.
+        `policy` was made before the run took its memory. What it has decided, and what was overruled in it,
+        stands; its last two decisions are taken on real steps.
         """
         if self.tuner is not None:
             raise ConfigError("tune: the run is tuned already")
-        self.tuner = Tuner(self, planned or self.plan, rates, spent)
+        self.tuner = Tuner(self, policy)
         threading.Thread(target=self.tuner.follow, name="slidedp-tune", daemon=True).start()
 
     def profile(self, steps: int = 2, start: int = 0) -> None:

@@ -13,8 +13,9 @@ from slidedp.bench.shapes import qwen3
 from slidedp.config import DTYPES
 from slidedp.host.landing import Landing, LandingPlan
 from slidedp.host.state import HostState
+from slidedp.memory_plan import GIB
 from slidedp.model.families import skeleton
-from slidedp.preflight import FRUGAL, GIB, under
+from slidedp.preflight import FRUGAL, under
 from slidedp.stream.buffers import Buffers
 from slidedp.stream.context import Context
 from slidedp.stream.device import Abort, Device
@@ -120,6 +121,24 @@ def test_gpus_that_cannot_read_one_another_take_collectives(gpus, monkeypatch):
         with context:
             said.check()
     replace(said, config=replace(said.config, layout=Layout())).check()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "modes",
+    [
+        {"activations": "keep"},
+        {"activations": ("spill", "spill", "partial", "offload", "keep"), "partial_budget": 0.2},
+    ],
+    ids=["one mode", "several"],
+)
+def test_a_plan_made_from_one_with_other_activations_is_the_same(gpus, modes, device):
+    """The policy counts the buffers once for all the mixes of modes that it looks at."""
+    there = plan(config(device=device))
+    buffers = {"gpu_updates": 2, "vocabulary_pieces": 2}
+    other = under(there, Layout(activations="offload", **buffers))
+    layout = Layout(**buffers, **modes)
+    assert under(other, layout).memory() == under(there, layout).memory() != other.memory()
 
 
 def test_parameters_and_totals():

@@ -23,6 +23,7 @@ from slidedp.checkpoint.resume import verify
 from slidedp.hold import Hold
 from slidedp.host.memory import pss_bytes
 from slidedp.host.process import reporting
+from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.machines import H200
 from slidedp.policy.tune import Tuner
 from slidedp.policy.workload import workload_of
@@ -152,7 +153,7 @@ def test_a_run_folder_is_never_written_twice(finished):
 
 
 def test_a_run_that_ends_while_it_is_tuned_is_no_error(finished):
-    tuner = Tuner(finished, finished.plan, H200.rates(workload_of(finished.plan)))
+    tuner = Tuner(finished, AutoPolicy(finished.plan, H200.rates(workload_of(finished.plan))))
     assert not tuner.tune().done
     assert finished.layout == finished.config.layout
 

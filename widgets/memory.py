@@ -4,7 +4,7 @@ import html
 from itertools import cycle
 from typing import Any
 
-from slidedp.preflight import GIB
+from slidedp.memory_plan import GIB
 
 PARTS = (
     "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999",

@@ -10,10 +10,10 @@ import traitlets
 
 from slidedp.errors import ConfigError
 from slidedp.layout import Layout
+from slidedp.memory_plan import GIB
 from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.records import Candidate, Record, load_records, save_records
 from slidedp.policy.words import NAMES
-from slidedp.preflight import GIB
 from slidedp.widgets.figure_view import FigureView
 
 SHOWN = 12

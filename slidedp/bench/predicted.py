@@ -19,7 +19,8 @@ from transformers import PretrainedConfig
 
 from slidedp.bench.measured import CHOICE, Measured, accuracy, predictions, write
 from slidedp.bench.shapes import QWEN3, qwen3
-from slidedp.bench.slide import WARM_UP, bench_config, launch_tuned, next_switch, wait_for_step
+from slidedp.bench.slide import WARM_UP, bench_config, launch_tuned, wait_for_step
+from slidedp.compare import switch
 from slidedp.layout import Layout
 from slidedp.policy.candidates import fits
 from slidedp.policy.words import describe
@@ -110,12 +111,8 @@ def measure(
                 [],
                 tuning_seconds=policy.records[-1].cost_seconds,
             )
-            started = run.log.steps_done
             for layout in layouts:
-                if layout != run.layout:
-                    run.set_layout(layout)
-                    started = next_switch(run, started)
-                begin = started + WARM_UP
+                begin = switch(run, layout) + WARM_UP
                 wait_for_step(run, begin + MEASURED)
                 steps = run.metrics().loc[begin : begin + MEASURED - 1]
                 default = Layout()

@@ -17,8 +17,9 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from slidedp.bench.shapes import SIZES, shape, title
-from slidedp.bench.slide import bench_config, next_switch, wait_for_step
+from slidedp.bench.slide import bench_config, wait_for_step
 from slidedp.bench.table import WARM_UP
+from slidedp.compare import switch
 from slidedp.config import Checkpoint
 from slidedp.layout import Layout
 from slidedp.session import launch
@@ -42,11 +43,8 @@ def save_costs(
         settings |= {"layout": layouts[0], "checkpoint": Checkpoint(keep_last=1, on_stop=False)}
         config = bench_config(model, Path(name), batch, length=length, ranks=ranks, **settings)
         with launch(config) as run:
-            begin = 0
             for i, layout in enumerate(layouts):
-                if i:
-                    run.set_layout(layout)
-                    begin = next_switch(run, begin)
+                begin = switch(run, layout)
                 wait_for_step(run, begin + WARM_UP + USUAL)
                 asked = run.log.steps_done
                 run.save(wait=False)

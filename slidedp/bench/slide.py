@@ -14,14 +14,16 @@ import numpy as np
 from transformers import PretrainedConfig
 
 from slidedp.bench.table import WARM_UP, speed
+from slidedp.compare import switch
 from slidedp.config import Config, Data, Optimizer
 from slidedp.data.samples import write_samples
 from slidedp.host.memory import anonymous_bytes
 from slidedp.layout import Layout
+from slidedp.memory_plan import GIB, PROCESSES
 from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.probe import probe
 from slidedp.policy.tune import Tuner
-from slidedp.preflight import GIB, PROCESSES, plan, with_layout
+from slidedp.preflight import plan, with_layout
 from slidedp.session import Run, launch
 
 FOREVER = 1_000_000
@@ -81,8 +83,7 @@ def run_layouts(
                 wait_for_step(run, begin + steps)
                 end = begin + steps
                 if i + 1 < len(layouts):
-                    run.set_layout(layouts[i + 1])
-                    begin = next_switch(run, begin)
+                    begin = switch(run, layouts[i + 1])
                 else:
                     run.stop()
                 yield summary(run, layout, batch, end - max(1, steps - WARM_UP), end)
@@ -113,10 +114,9 @@ def launch_tuned(config: Config) -> Iterator[tuple[Run, Tuner]]:
     drifts: whoever goes on to other layouts would cause them."""
     planned, begun = plan(config), time.monotonic()
     rates = probe(planned)
-    predicted = AutoPolicy(planned, rates).decide_all()
-    spent = time.monotonic() - begun
-    with launch(replace(config, layout=predicted)) as run:
-        tuner = Tuner(run, planned, rates, spent)
+    policy = AutoPolicy(planned, rates, spent=time.monotonic() - begun)
+    with launch(replace(config, layout=policy.predict())) as run:
+        tuner = Tuner(run, policy)
         tuner.tune()
         yield run, tuner
 
@@ -124,15 +124,6 @@ def launch_tuned(config: Config) -> Iterator[tuple[Run, Tuner]]:
 def wait_for_step(run: Run, step: int) -> None:
     """Returns when every rank has reported `step` steps, and the worker their updates."""
     while min(run.log.steps_done, len(run.log.events("update"))) < step:
-        run.wait(0.05)
-
-
-def next_switch(run: Run, after: int) -> int:
-    """The first step under the next layout."""
-    while True:
-        steps = [event["step"] for event in run.log.events("layout") if event["step"] > after]
-        if steps:
-            return steps[0]
         run.wait(0.05)
 
 

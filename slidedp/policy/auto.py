@@ -41,6 +41,8 @@ STAGES = {
     "measure": "Which of the best predictions is fastest in real steps?",
     "final": "Which layout trains, and does the choice pay?",
 }
+MEASURE = list(STAGES).index("measure")
+"""The first stage that needs real steps."""
 FIELDS = {
     "route": ("delivery", "reduction", "transport"),
     "update": ("schedule", "landing", "gpu_updates", "resident_updates", "vocabulary_pieces"),
@@ -110,6 +112,12 @@ class AutoPolicy:
             pass
         return self.layout
 
+    def predict(self) -> Layout:
+        """Takes those of them that need no real steps; returns the layout that they lead to."""
+        while len(self.records) < MEASURE:
+            self.decide()
+        return self.layout
+
     def override(self, stage: str, choice: int | Layout) -> Record:
         """Replaces a decision that was taken, by a candidate's index or by a layout, and takes back all
         decisions after it; `decide` goes on from there."""
@@ -139,13 +147,23 @@ class AutoPolicy:
         self.records[index:] = [record]
         return record
 
+    def again(self, plan: Plan, rates: Rates, trial: Callable[[Layout], Trial] | None) -> "AutoPolicy":
+        """A policy for other memory or rates, which goes on from what was overruled in this one and counts
+        what this one has cost."""
+        cost = self.spent + sum(record.cost_seconds for record in self.records)
+        policy = AutoPolicy(plan, rates, trial, cost)
+        overruled = [record for record in self.records if record.overridden]
+        while len(overruled) and (record := policy.decide()) is not None:
+            if record.stage == overruled[0].stage:
+                policy.override(record.stage, Layout(**overruled.pop(0).choice.layout))
+        return policy
+
     def stay(self, layout: Layout, why: str) -> None:
         """`layout` runs, and what `measure` has chosen cannot be taken, for the reason `why`: replaces that
         choice and takes back what follows; `decide` goes on from there."""
-        index = list(STAGES).index("measure")
-        record = self.records[index]
+        record = self.records[MEASURE]
         running = dataclasses.replace(self.candidates.of(layout), note="the layout that runs")
-        self.records[index:] = [
+        self.records[MEASURE:] = [
             dataclasses.replace(
                 record, candidates=(*record.candidates, running), chosen=len(record.candidates), why=why
             )

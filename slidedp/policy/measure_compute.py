@@ -9,7 +9,7 @@ from torch.nn import functional
 from slidedp.config import DTYPES
 from slidedp.model.loss import linear_cross_entropy
 from slidedp.model.units import Unit
-from slidedp.policy.phases import Setup, enqueue_seconds, seconds
+from slidedp.policy.phases import Setup, compute_seconds, enqueue_seconds
 from slidedp.stream.activations import Activations, Keep, LayerCall, Parameters, Recompute
 from slidedp.stream.buffers import is_tied
 from slidedp.stream.compiled import model_functions
@@ -20,9 +20,10 @@ PARTIAL_BUDGET = 0.5
 """The one fraction of kept intermediates that is measured; each costs a compilation."""
 
 
-def compute_seconds(setup: Setup, device: Device) -> dict[str, float]:
+def compute_rates(setup: Setup, device: Device) -> dict[str, float]:
     """Seconds of each piece of compute at the run's shapes; on a GPU also those of the thread that enqueues,
-    and `enqueue_under_update`, how many times as long it takes beside the worker."""
+    and `enqueue_under_update`, how many times as long it takes beside the worker. The longest compilation
+    comes first, while the worker prepares."""
     planned = setup.planned
     config, units = planned.config, planned.units
     dtype = DTYPES[str(config.compute_dtype)]
@@ -45,8 +46,8 @@ def compute_seconds(setup: Setup, device: Device) -> dict[str, float]:
     def both(mode: Callable[[], Activations], function: Any) -> tuple[float, float]:
         """Seconds of a forward and of a backward."""
         kept = mode()
-        forward = seconds(device, lambda: kept.forward(call(function), layer, hidden))
-        pairs = seconds(
+        forward = compute_seconds(device, lambda: kept.forward(call(function), layer, hidden))
+        pairs = compute_seconds(
             device,
             lambda: (
                 kept.forward(call(function), layer, hidden),
@@ -64,6 +65,8 @@ def compute_seconds(setup: Setup, device: Device) -> dict[str, float]:
         )
         return {"enqueue_forward": forward, "enqueue_backward": max(0.0, pair - forward)}
 
+    Keep().forward(call(functions.layer), layer, hidden)
+    setup.barrier.wait()
     forward, keep = both(Keep, functions.layer)
     _, recompute = both(Recompute, functions.layer)
     found = {"forward": forward, "backward_keep": keep, "backward_recompute": recompute}
@@ -74,18 +77,18 @@ def compute_seconds(setup: Setup, device: Device) -> dict[str, float]:
     if config.compile:
         found["backward_partial"] = both(Keep, functions.partial(PARTIAL_BUDGET))[1]
     matrix = embed["weight"].detach()
-    found["embed_forward"] = seconds(device, lambda: functional.embedding(ids, matrix))
-    found["embed_backward"] = seconds(
+    found["embed_forward"] = compute_seconds(device, lambda: functional.embedding(ids, matrix))
+    found["embed_backward"] = compute_seconds(
         device,
         lambda: torch.ops.aten.embedding_dense_backward(
             gradient, ids, len(matrix), functions.padding_index, False
         ),
     )
     weight = matrix if is_tied(units) else head["lm_head.weight"].detach()
-    found["head"] = seconds(device, lambda: _head(functions, head, weight, hidden, ids), 3)
+    found["head"] = compute_seconds(device, lambda: _head(functions, head, weight, hidden, ids), 3)
     flat = device.zeros(units[1].numel, dtype)
     other = torch.ones_like(flat)
-    found["device_copy"] = 2 * flat.nbytes / seconds(device, lambda: flat.copy_(other))
+    found["device_copy"] = 2 * flat.nbytes / compute_seconds(device, lambda: flat.copy_(other))
     return found
 
 

@@ -43,6 +43,9 @@ def worker_rates(setup: Setup) -> dict[str, float]:
         return done * amount / passed
 
     update(count)
+    setup.barrier.wait()
+    if config.device == "cuda":
+        setup.update_meanwhile(lambda: update(count))
     found = {}
     for name, _, _, _, updates in PHASES:
         setup.barrier.wait()
@@ -69,7 +72,5 @@ def worker_rates(setup: Setup) -> dict[str, float]:
 
     add()
     found["sum_lanes"] = rate(add, 3 * out.nbytes, sizes.seconds)
-    if config.device == "cuda":
-        setup.update_meanwhile(lambda: update(count))
     setup.barrier.wait()
     return found

@@ -28,7 +28,7 @@ from slidedp.errors import ConfigError
 from slidedp.host.memory import Segment
 from slidedp.host.process import bound_freed_memory, share_cores
 from slidedp.host.start import import_ahead, start
-from slidedp.policy.measure_compute import PARTIAL_BUDGET, compute_seconds
+from slidedp.policy.measure_compute import PARTIAL_BUDGET, compute_rates
 from slidedp.policy.measure_transfers import HostCopies, between_ranks, gpu_update
 from slidedp.policy.measure_worker import worker_rates
 from slidedp.policy.phases import ON_CPU, ON_CUDA, PHASES, Setup
@@ -38,7 +38,7 @@ from slidedp.preflight import Plan, plan
 from slidedp.stream.device import Device
 from slidedp.stream.group import join_ranks
 
-CACHE_VERSION = 7
+CACHE_VERSION = 8
 
 
 def probe(run: Plan | Config, *, fresh: bool = False) -> Rates:
@@ -103,9 +103,10 @@ def fingerprint(planned: Plan) -> str:
 def _measure(planned: Plan) -> Rates:
     ranks = int(planned.config.ranks or 1)
     sizes = ON_CUDA if planned.config.device == "cuda" else ON_CPU
+    processes = import_ahead()  # while the memory is populated
     memory = Segment(2 * ranks * sizes.region, "probe")
     memory.touch()
-    barrier = import_ahead().Barrier(ranks + 1)
+    barrier = processes.Barrier(ranks + 1)
     try:
         with tempfile.TemporaryDirectory(prefix="slidedp-probe-") as folder:
             setup = Setup(planned, memory.handle, folder, barrier, sizes)
@@ -205,7 +206,8 @@ def _rank(rank: int, ranks: int, setup: Setup) -> dict[str, Any]:
     if device.compute is not None:
         torch.cuda.set_stream(device.compute)
     join_ranks(str(config.device), rank, ranks, f"{setup.folder}/ranks")
-    found: dict[str, Any] = {}
+    found: dict[str, Any] = compute_rates(setup, device)
+    found["compute"] = list(found)
     region = Segment.open(setup.memory).tensor(torch.uint8)[2 * rank * sizes.region :]
     source, target = region[: sizes.region], region[sizes.region : 2 * sizes.region]
     device.register(source)
@@ -227,9 +229,6 @@ def _rank(rank: int, ranks: int, setup: Setup) -> dict[str, Any]:
         between = between_ranks(device, rank, ranks, sizes.collective, setup.planned.transport)
         found |= between
         found["collectives"] = list(between)
-    pieces = compute_seconds(setup, device)
-    found |= pieces
-    found["compute"] = list(pieces)
     setup.barrier.wait()
     dist.destroy_process_group()
     return found

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING
 from slidedp.config import TIMELINE_EVERY
 from slidedp.errors import ConfigError
 from slidedp.layout import Layout
-from slidedp.policy.auto import AutoPolicy
+from slidedp.policy.auto import MEASURE, AutoPolicy
 from slidedp.policy.calibrate import calibrated
 from slidedp.policy.candidates import Trial
 from slidedp.policy.drift import SETTLE, DriftWatch
-from slidedp.policy.rates import Rates
 from slidedp.preflight import Plan, under
 
 if TYPE_CHECKING:
@@ -55,13 +54,15 @@ def less_by_excess(planned: Plan, layout: Layout, peak: int) -> Plan:
 class Tuner:
     """Tries layouts on one run, which nothing else may switch meanwhile."""
 
-    def __init__(self, run: "Run", planned: Plan, rates: Rates, spent: float = 0.0) -> None:
-        """`planned` is the preflight from before the run took its memory, `spent` what `rates` have cost
-        in seconds."""
-        self.rates = rates
-        self._run, self._planned, self._spent = run, planned, spent
+    def __init__(self, run: "Run", policy: AutoPolicy) -> None:
+        """`policy` has the preflight from before the run took its memory. What it has decided without real
+        steps stands; the rest is decided again."""
+        self.policy, self._run = policy, run
+        self.rates = policy.rates
+        """As probed."""
         self._since = 0  # the first step under the present layout
-        self.policy = AutoPolicy(planned, rates, self.trial, spent)
+        policy.trial = self.trial
+        del policy.records[MEASURE:]
 
     def follow(self) -> None:
         """Tunes, and then watches for drifts until the run is over."""
@@ -94,17 +95,17 @@ class Tuner:
 
     def _corrected(self) -> AutoPolicy:
         """The policy, with what the first steps of the run say."""
-        run, rates = self._run, self.rates
-        peak = max(event["gpu_peak_bytes"] for event in run.log.events("step"))
-        planned = less_by_excess(self._planned, run.layout, peak)
+        run, before = self._run, self.policy
+        rates, peak = before.rates, max(event["gpu_peak_bytes"] for event in run.log.events("step"))
+        planned = less_by_excess(before.plan, run.layout, peak)
         if rates.synchronous:
-            rates = calibrated(rates, self.policy.workload, run.layout, run.log, CALIBRATION)
-        if rates == self.rates and planned == self._planned:
-            return self.policy
+            rates = calibrated(rates, before.workload, run.layout, run.log, CALIBRATION)
+        if rates == before.rates and planned == before.plan:
+            return before
         try:
-            return AutoPolicy(planned, rates, self.trial, self._spent)
+            return before.again(planned, rates, self.trial)
         except ConfigError:  # nothing fits that much less: no trial is safe
-            return AutoPolicy(self._planned, rates, None, self._spent)
+            return before.again(before.plan, rates, None)
 
     def _decide(self) -> None:
         """Takes all decisions that are left; the records so far are in the run folder."""

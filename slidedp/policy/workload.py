@@ -1,10 +1,11 @@
 """The workload of a planned run, as the step-time model wants it."""
 
 from slidedp.config import DTYPES
+from slidedp.memory_plan import intermediates_per_token
 from slidedp.model.families import active_parameters
 from slidedp.model.units import frozen_units
 from slidedp.policy.rates import Workload
-from slidedp.preflight import Plan, intermediates_per_token
+from slidedp.preflight import Plan
 from slidedp.stream.buffers import is_tied
 
 

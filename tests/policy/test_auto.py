@@ -11,7 +11,7 @@ from transformers import Qwen3Config
 
 from slidedp import Config, ConfigError, Data, Layout, Optimizer
 from slidedp.bench.shapes import shape
-from slidedp.policy.auto import CLOSE, FIELDS, SHORT_LIST, STAGES, AutoPolicy
+from slidedp.policy.auto import CLOSE, FIELDS, MEASURE, SHORT_LIST, STAGES, AutoPolicy
 from slidedp.policy.candidates import GPU_SHARE, Trial, fits
 from slidedp.policy.flips import TIE
 from slidedp.policy.machines import H200, MACHINES, UNBRIDGED, WORKSTATION, Machine
@@ -300,6 +300,25 @@ def test_an_override_holds_through_the_stages_after_it():
         policy.override("route", 99)
     with pytest.raises(ConfigError, match="stage 'rout' is not decided"):
         policy.override("rout", 0)
+
+
+def test_what_was_overruled_holds_for_other_rates_and_its_cost_counts():
+    rates = H200.rates(workload_of(WIDE))
+    policy = AutoPolicy(WIDE, rates, spent=5.0)
+    policy.predict()
+    assert [record.stage for record in policy.records] == list(STAGES)[:MEASURE]
+    wide = dataclasses.replace(policy.layout, window=5)
+    policy.override("buffers", wide)
+    cost = sum(record.cost_seconds for record in policy.records)
+    for other in (rates.faster("compute", 2.0), rates.faster("links", 0.5)):
+        again = policy.again(WIDE, other, None)
+        assert again.rates == other and again.spent == pytest.approx(5.0 + cost)
+        assert [record.overridden for record in again.records] == [False, False, True]
+        again.decide_all()
+        assert again.layout.window == 5
+    assert not policy.again(WIDE, rates, None).done
+    with pytest.raises(ConfigError, match="does not fit"):
+        policy.again(dataclasses.replace(WIDE, device_available=20 * GIB), rates, None)
 
 
 def test_what_was_measured_decides_and_its_cost_is_reported():

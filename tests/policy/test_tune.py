@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slidedp import ConfigError, Data, Layout, Optimizer, launch, open_run
-from slidedp.policy.auto import STAGES
+from slidedp.policy.auto import STAGES, AutoPolicy
 from slidedp.policy.calibrate import THREADS, calibrated
 from slidedp.policy.candidates import GPU_SHARE, Trial
 from slidedp.policy.demands import demands
@@ -75,7 +75,7 @@ def test_only_rates_of_cpu_ranks_are_corrected_at_the_start(tmp_path, monkeypatc
     other = rates.faster("compute", 2.0)
     monkeypatch.setattr("slidedp.policy.tune.calibrated", lambda *_: other)
     with nothing_left(), launch(config) as run:
-        policy = Tuner(run, planned, rates).tune()
+        policy = Tuner(run, AutoPolicy(planned, rates)).tune()
     assert policy.done and policy.rates == (other if synchronous else rates)
 
 
@@ -85,7 +85,7 @@ def test_a_choice_that_is_refused_after_all_leaves_the_run_as_it_is(tmp_path, mo
     config = small_config(tmp_path, run_folder=str(tmp_path / "run"))
     planned = plan(config)
     with nothing_left(), launch(config) as run:
-        tuner = Tuner(run, planned, H200.rates(workload_of(planned)))
+        tuner = Tuner(run, AutoPolicy(planned, H200.rates(workload_of(planned))))
         started = run.layout
         tuner.policy.trial = lambda layout: Trial(2.0 if layout == started else 1.0, 6, 6.0)
 
@@ -126,7 +126,7 @@ def test_layouts_that_may_take_more_than_there_is_are_not_tried(tmp_path, monkey
             return [event | {"gpu_peak_bytes": int(excess * needed)} for event in events(kind)]
 
         monkeypatch.setattr(run.log, "events", taking_more)
-        policy = Tuner(run, planned, H200.rates(workload_of(planned))).tune()
+        policy = Tuner(run, AutoPolicy(planned, H200.rates(workload_of(planned)))).tune()
     assert policy.done and policy.plan.device_limit == pytest.approx(left * needed)
     tried = [c for c in policy.records[-2].candidates if c.measured_seconds is not None]
     assert bool(tried) == (left < 3) and all(c.gpu_bytes <= GPU_SHARE * left * needed for c in tried)

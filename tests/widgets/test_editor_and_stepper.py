@@ -8,12 +8,13 @@ import pytest
 
 from slidedp import Config, ConfigError, Data, Layout, Optimizer, Run
 from slidedp.bench.shapes import qwen3
+from slidedp.memory_plan import GIB
 from slidedp.policy.auto import AutoPolicy
 from slidedp.policy.machines import H200
 from slidedp.policy.records import load_records
 from slidedp.policy.step_time import predict
 from slidedp.policy.workload import workload_of
-from slidedp.preflight import GIB, plan, under
+from slidedp.preflight import plan, under
 from slidedp.widgets import LayerStrip, LayoutEditor, PolicyStepper
 from slidedp.widgets.figure_view import FigureView
 
