@@ -46,15 +46,16 @@ def compute_rates(setup: Setup, device: Device) -> dict[str, float]:
     def both(mode: Callable[[], Activations], function: Any) -> tuple[float, float]:
         """Seconds of a forward and of a backward."""
         kept = mode()
-        forward = compute_seconds(device, lambda: kept.forward(call(function), layer, hidden))
-        pairs = compute_seconds(
+        forward, backward = compute_seconds(
             device,
-            lambda: (
-                kept.forward(call(function), layer, hidden),
-                kept.backward(call(function), layer, gradient),
-            ),
+            lambda: kept.forward(call(function), layer, hidden),
+            lambda: kept.backward(call(function), layer, gradient),
         )
-        return forward, max(pairs - forward, 1e-9)
+        return forward, backward
+
+    def copying(work: Callable[[], Any]) -> float:
+        """Seconds of what the GPU's clock matters little to."""
+        return compute_seconds(device, work, sustained=0.0)[0]
 
     def enqueue() -> dict[str, float]:
         """Seconds of the thread that enqueues them."""
@@ -77,18 +78,17 @@ def compute_rates(setup: Setup, device: Device) -> dict[str, float]:
     if config.compile:
         found["backward_partial"] = both(Keep, functions.partial(PARTIAL_BUDGET))[1]
     matrix = embed["weight"].detach()
-    found["embed_forward"] = compute_seconds(device, lambda: functional.embedding(ids, matrix))
-    found["embed_backward"] = compute_seconds(
-        device,
+    found["embed_forward"] = copying(lambda: functional.embedding(ids, matrix))
+    found["embed_backward"] = copying(
         lambda: torch.ops.aten.embedding_dense_backward(
             gradient, ids, len(matrix), functions.padding_index, False
-        ),
+        )
     )
     weight = matrix if is_tied(units) else head["lm_head.weight"].detach()
-    found["head"] = compute_seconds(device, lambda: _head(functions, head, weight, hidden, ids), 3)
+    found["head"] = compute_seconds(device, lambda: _head(functions, head, weight, hidden, ids))[0]
     flat = device.zeros(units[1].numel, dtype)
     other = torch.ones_like(flat)
-    found["device_copy"] = 2 * flat.nbytes / compute_seconds(device, lambda: flat.copy_(other))
+    found["device_copy"] = 2 * flat.nbytes / copying(lambda: flat.copy_(other))
     return found
 
 
