@@ -9,7 +9,7 @@ from torch.nn import functional
 from slidedp.config import DTYPES
 from slidedp.model.loss import linear_cross_entropy
 from slidedp.model.units import Unit
-from slidedp.policy.phases import Setup, compute_seconds, enqueue_seconds
+from slidedp.policy.phases import SUSTAINED, Setup, compute_seconds, enqueue_seconds
 from slidedp.stream.activations import Activations, Keep, LayerCall, Parameters, Recompute
 from slidedp.stream.buffers import is_tied
 from slidedp.stream.compiled import model_functions
@@ -22,8 +22,9 @@ PARTIAL_BUDGET = 0.5
 
 def compute_rates(setup: Setup, device: Device) -> dict[str, float]:
     """Seconds of each piece of compute at the run's shapes; on a GPU also those of the thread that enqueues,
-    and `enqueue_under_update`, how many times as long it takes beside the worker. The longest compilation
-    comes first, while the worker prepares."""
+    and `enqueue_under_update`, how many times as long it takes beside the worker.
+
+    All is compiled first, while the worker prepares: a GPU that has paused is faster than in a step."""
     planned = setup.planned
     config, units = planned.config, planned.units
     dtype = DTYPES[str(config.compute_dtype)]
@@ -43,19 +44,18 @@ def compute_rates(setup: Setup, device: Device) -> dict[str, float]:
     def call(function: Any) -> LayerCall:
         return lambda p, h: function(p, h, *functions.positions[functions.kinds[0]])[0]
 
-    def both(mode: Callable[[], Activations], function: Any) -> tuple[float, float]:
-        """Seconds of a forward and of a backward."""
-        kept = mode()
-        forward, backward = compute_seconds(
-            device,
-            lambda: kept.forward(call(function), layer, hidden),
-            lambda: kept.backward(call(function), layer, gradient),
+    def both(mode: Activations, function: Any) -> tuple[Callable[[], Any], Callable[[], Any]]:
+        """A forward, and its backward."""
+        return (
+            lambda: mode.forward(call(function), layer, hidden),
+            lambda: mode.backward(call(function), layer, gradient),
         )
-        return forward, backward
 
-    def copying(work: Callable[[], Any]) -> float:
-        """Seconds of what the GPU's clock matters little to."""
-        return compute_seconds(device, work, sustained=0.0)[0]
+    matrix = embed["weight"].detach()
+    weight = matrix if is_tied(units) else head["lm_head.weight"].detach()
+
+    def loss() -> None:
+        _head(functions, head, weight, hidden, ids)
 
     def enqueue() -> dict[str, float]:
         """Seconds of the thread that enqueues them."""
@@ -66,29 +66,31 @@ def compute_rates(setup: Setup, device: Device) -> dict[str, float]:
         )
         return {"enqueue_forward": forward, "enqueue_backward": max(0.0, pair - forward)}
 
-    Keep().forward(call(functions.layer), layer, hidden)
+    works = [*both(Keep(), functions.layer), *both(Recompute(), functions.layer)]
+    if config.compile:
+        works += both(Keep(), functions.partial(PARTIAL_BUDGET))
+    for work in (*works, loss):
+        work()
     setup.barrier.wait()
-    forward, keep = both(Keep, functions.layer)
-    _, recompute = both(Recompute, functions.layer)
+    forward, keep, _, recompute, *partial = compute_seconds(device, *works, sustained=SUSTAINED)
     found = {"forward": forward, "backward_keep": keep, "backward_recompute": recompute}
+    found |= {"backward_partial": partial[1]} if partial else {}
+    (found["head"],) = compute_seconds(device, loss, sustained=SUSTAINED / 3)
     if device.is_cuda:
         alone, beside = enqueue(), setup.beside_worker(enqueue)
         slower = sum(beside.values()) / sum(alone.values())
         found |= alone | {"enqueue_under_update": max(1.0, slower)}
-    if config.compile:
-        found["backward_partial"] = both(Keep, functions.partial(PARTIAL_BUDGET))[1]
-    matrix = embed["weight"].detach()
-    found["embed_forward"] = copying(lambda: functional.embedding(ids, matrix))
-    found["embed_backward"] = copying(
-        lambda: torch.ops.aten.embedding_dense_backward(
-            gradient, ids, len(matrix), functions.padding_index, False
-        )
-    )
-    weight = matrix if is_tied(units) else head["lm_head.weight"].detach()
-    found["head"] = compute_seconds(device, lambda: _head(functions, head, weight, hidden, ids))[0]
     flat = device.zeros(units[1].numel, dtype)
     other = torch.ones_like(flat)
-    found["device_copy"] = 2 * flat.nbytes / copying(lambda: flat.copy_(other))
+    found["embed_forward"], found["embed_backward"], copied = compute_seconds(
+        device,
+        lambda: functional.embedding(ids, matrix),
+        lambda: torch.ops.aten.embedding_dense_backward(
+            gradient, ids, len(matrix), functions.padding_index, False
+        ),
+        lambda: flat.copy_(other),
+    )
+    found["device_copy"] = 2 * flat.nbytes / copied
     return found
 
 

@@ -14,8 +14,8 @@ from slidedp.stream.device import Device
 
 REPEATS = 5
 """Calls whose median counts."""
-SUSTAINED = 0.6
-"""Seconds of compute after which a GPU runs about as fast as it goes on to."""
+SUSTAINED = 1.5
+"""Seconds of compute, in the second half of which a GPU runs about as fast as it goes on to."""
 ENQUEUED = 20
 """The same of calls that are timed until they are enqueued: milliseconds each, on cores that others use. With
 5, two machines of a kind told 0.6 and 1.0 ms of one layer, and 1.4 and 1.0 times that beside the worker."""
@@ -81,11 +81,11 @@ class Setup(NamedTuple):
         self.barrier.wait()
 
 
-def compute_seconds(device: Device, *works: Callable[[], Any], sustained: float = SUSTAINED) -> list[float]:
+def compute_seconds(device: Device, *works: Callable[[], Any], sustained: float = 0.0) -> list[float]:
     """Median time of each of `works`, which are called in turn, after two rounds that do not count.
 
-    On a GPU one call follows on another for `sustained` seconds, of which the second half counts. At once
-    after a pause a layer of Qwen3-0.6B took 4.7 ms on an H200; at its power limit 5.2, as in a step.
+    On a GPU one call follows on another for `sustained` seconds at least, of which the second half counts.
+    Right after a pause a layer of Qwen3-0.6B took 4.7 ms on an H200; at its power limit 5.2, as in a step.
     """
     for _ in range(2):
         for work in works:

@@ -12,7 +12,6 @@ first. Their slots are theirs in between, so what ranks compute with goes there 
 step's delivery is one all-gather between GPUs.
 """
 
-import math
 from collections import deque
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from slidedp.host.groups import Segment, segments
 from slidedp.host.messages import Coefficients
 from slidedp.layout import Layout
-from slidedp.model.units import Unit, chunks, frozen_units, lowest_trained, padded_numel, shard
+from slidedp.model.units import Unit, aligned, chunks, frozen_units, lowest_trained, padded_numel, shard
 from slidedp.stream.adamw import adamw_update
 from slidedp.stream.buffers import Buffers
 from slidedp.stream.context import Context
@@ -72,6 +71,30 @@ class _Part(NamedTuple):
     @property
     def key(self) -> tuple[int, int]:
         return self.unit.index, self.start
+
+
+class _Slice(NamedTuple):
+    """Elements [first, last) of a part's state, which come up with one share."""
+
+    part: _Part
+    first: int
+    last: int
+    share: int
+
+
+def _shared_out(parts: list[_Part], shares: int) -> list[_Slice]:
+    """The state of `parts`, cut into equal shares."""
+    size = aligned(-(-sum(part.numel for part in parts) // shares)) or 1
+    slices, before = [], 0
+    for part in parts:
+        first, last = 0, -1
+        while last < part.numel:
+            share = (before + first) // size
+            last = min(part.numel, (share + 1) * size - before)
+            slices.append(_Slice(part, first, last, share))
+            first = last
+        before += part.numel
+    return slices
 
 
 class UpdateNumels(NamedTuple):
@@ -133,15 +156,16 @@ class ShardUpdate:
         }
         self._gradients = {part.key: part.gradient for parts in self._parts.values() for part in parts}
         resident = layout.resident_on_gpu(layers, frozen)
-        self._sequence = [part for i in order if i not in resident for part in self._parts[i]]
+        streamed = [part for i in order if i not in resident for part in self._parts[i]]
+        visits = max(1, layers + 1 - lowest_trained(state.units))  # of backward
+        self._slices = _shared_out(streamed, visits)
         numels = update_numels(state.units, layout, ranks, state.dtype.itemsize)
-        entries = min(layout.update_slots, len(self._sequence))
+        entries = min(layout.update_slots, len(streamed))
         self._ring = deque(_State(device, numels.ring // entries) for _ in range(entries))
         count = min(layout.update_slots, len(self._gradients))
         self._outs = deque(_Out(device, numels.out // count, state.dtype) for _ in range(count))
-        self._visits = max(1, layers + 1 - lowest_trained(state.units))  # of backward
         self._ahead = min(layout.window, layers) + 1
-        self._position = self._taken = self._due = 0
+        self._position = self._begun = self._taken = self._due = 0
         self._loaded: deque[_State] = deque()
         self._written: dict[tuple[int, int], Signal] = {}
         self._landed: dict[tuple[int, int], Signal] = {}
@@ -193,19 +217,19 @@ class ShardUpdate:
 
     def begin(self, timeline: Timeline) -> None:
         """Starts to bring up the state of a step's updates, behind the deliveries of its forward."""
-        self._position = self._taken = self._due = 0
+        self._position = self._begun = self._taken = self._due = 0
         self._timeline = timeline
         self.load_share(self._ahead)
 
     def load_share(self, visits: int = 1) -> None:
-        """Lets the share of the state come up that falls to so many of backward's visits, all of them alike,
-        behind what is being delivered.
+        """Lets the shares of the state come up that fall to so many of backward's visits, behind what is
+        being delivered.
 
         A copy engine takes copies in the order in which nothing holds them back any more, whatever their
         streams and priorities: on an H200 33 MB stood behind all of 4.8 GB, for 79 to 97 ms. State that came
         up at once would hold up the deliveries that compute waits for.
         """
-        if self._position == len(self._sequence):
+        if self._position == len(self._slices):
             return
         self._due += visits
         if self._device.state_in is not None and self._device.to_device is not None:
@@ -214,26 +238,33 @@ class ShardUpdate:
 
     def _load_due(self) -> None:
         """Loads what is due, as far as there are buffers."""
-        due = math.ceil(len(self._sequence) * self._due / self._visits)
-        for _ in range(self._position, min(due, len(self._sequence), self._taken + len(self._ring))):
+        while self._position < len(self._slices):
+            due = self._slices[self._position]
+            full = due.first == 0 and self._begun == self._taken + len(self._ring)
+            if full or due.share >= self._due:
+                return
             self._load_next()
 
     def _load_next(self) -> None:
-        part, entry = self._sequence[self._position], self._ring[0]
+        part, first, last, _ = self._slices[self._position]
         self._position += 1
-        self._ring.rotate(-1)
         stream = self._device.state_in
-        for earlier in (entry.free, self._written.get(part.key)):
-            if earlier is not None:
-                earlier.wait(stream)
+        if first == 0:
+            self._begun += 1
+            self._ring.rotate(-1)
+            for earlier in (self._ring[-1].free, self._written.get(part.key)):
+                if earlier is not None:
+                    earlier.wait(stream)
+        entry = self._ring[-1]
         with self._timeline.span("load", part.unit.name, "load", stream, stream):
-            self._load(entry, part)
-        self._loaded.append(entry)
+            self._load(entry, part, first, last)
+        if last == part.numel:
+            self._loaded.append(entry)
 
-    def _load(self, entry: _State, part: _Part) -> None:
+    def _load(self, entry: _State, part: _Part, first: int, last: int) -> None:
         with on(self._device.state_in):
             for target, source in zip(entry.tensors, part.state, strict=True):
-                target[: part.numel].copy_(source, non_blocking=True)
+                target[first:last].copy_(source[first:last], non_blocking=True)
         entry.loaded = self._fired(self._device.state_in)
 
     def _bring(self, stay: list[_Part]) -> dict[tuple[int, int], _State]:
@@ -244,7 +275,7 @@ class ShardUpdate:
         if self._device.state_in is not None:  # it is zeroed there
             self._device.state_in.wait_stream(torch.cuda.current_stream())
         for part in stay:
-            self._load(brought[part.key], part)
+            self._load(brought[part.key], part, 0, part.numel)
         return brought
 
     def close(self) -> None:
@@ -283,7 +314,7 @@ class ShardUpdate:
         offers = []
         for part in self._parts[unit.index]:
             resident = self._resident.get(part.key)
-            if resident is None and not self._loaded:
+            while resident is None and not self._loaded:
                 self._load_next()  # sooner than its share
             entry, out = resident or self._loaded.popleft(), self._outs[0]
             for earlier in (entry.loaded, entry.free, self._landed[part.key]):

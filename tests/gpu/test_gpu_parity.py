@@ -88,6 +88,13 @@ def test_one_gpu(config: Config, clip_norm: float | None) -> None:
     agree(with_clipping(config, clip_norm, 1))
 
 
+@pytest.mark.gpu
+def test_backward_that_ends_early(config: Config) -> None:
+    """The embedding and two layers are not trained."""
+    optimizer = replace(config.optimizer, freeze=("embed", "layers.[01]"))
+    agree(replace(config, ranks=1, optimizer=optimizer, run_folder=f"{config.run_folder}-frozen"))
+
+
 @CLIPPING
 @pytest.mark.multigpu
 def test_two_gpus(config: Config, clip_norm: float | None) -> None:
