@@ -158,13 +158,15 @@ def _workspaces(config: Config, model: Any, units: tuple[Unit, ...], dtype: torc
     layer += int(max(times * (tokens * half + at_once * (whole - half)), later * tokens * half))
     pieces = pieces_of(units[0], layout.vocabulary_pieces, int(config.ranks or 1))
     logits = 6 if compiled else 24  # bytes each: with those in FP32 that eager mode makes on the way
-    # Of a weight gradient: BF16 products on a GPU add to the sum themselves.
-    per_weight = 4 if config.device == "cuda" and size == 2 else 8
+    tied = is_tied(units)
+    trained = not units[0 if tied else -1].frozen  # the output matrix
+    # Of its gradient: BF16 products on a GPU add to the sum themselves.
+    per_weight = 0 if not trained else 4 if config.device == "cuda" and size == 2 else 8
     if len(pieces) == 1:
         matrix = units[0].parameters[0].numel
-        layer += 4 * matrix * is_tied(units)  # the matrix's gradient waits through backward
+        layer += 4 * matrix * (tied and trained)  # the matrix's gradient waits through backward
         return layer, per_weight * matrix + min(tokens, 4096) * model.vocab_size * logits
     matrix = pieces[0][1]
     at_a_time = min(tokens * matrix // width, LOGITS[str(config.device)])
-    tied = tokens * (width * size + 12) * is_tied(units)  # what its gradient is computed from at the end
-    return layer + tied, per_weight * matrix + at_a_time * logits + tokens * width * (4 + 3 * size)
+    held = tokens * (width * size + 12) * (tied and trained)  # what the gradient is computed from at the end
+    return layer + held, per_weight * matrix + at_a_time * logits + tokens * width * (4 + 3 * size)

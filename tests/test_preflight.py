@@ -289,6 +289,16 @@ def test_partial_keeps_all_where_nothing_is_compiled():
     assert kept("partial", True) == pytest.approx(0.5 * kept("keep", True), abs=1)
 
 
+@pytest.mark.parametrize(("size", "matrix"), [("0.6B", "embed"), ("8B", "head")])
+def test_a_matrix_that_is_not_trained_has_no_gradient(gpus, size, matrix):
+    run = replace(config(device="cuda", ranks=1), model=qwen3(size))
+    workspaces = [
+        plan(replace(run, optimizer=replace(run.optimizer, freeze=freeze))).device["workspace (estimate)"]
+        for freeze in ((), (matrix,))
+    ]
+    assert workspaces[0] - workspaces[1] > 3 * run.model.vocab_size * run.model.hidden_size
+
+
 def test_a_budget_limits_what_would_be_on_a_gpu_on_a_cpu_too():
     said = plan(config())
     assert said.device_limit is None

@@ -42,13 +42,13 @@ def linear_cross_entropy(
     weight: torch.Tensor,
     targets: torch.Tensor,
     scale: float,
-    weight_gradient: torch.Tensor,
+    weight_gradient: torch.Tensor | None,
     softmax: SoftmaxGradient = softmax_gradient,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss summed over targets (FP32 scalar) and `scale` times its gradient with respect to hidden.
 
     hidden [tokens, width], weight [vocabulary, width], targets [tokens] int64; the gradient of the
-    weight is added to `weight_gradient`, FP32 of the weight's shape.
+    weight is added to `weight_gradient`, FP32 of the weight's shape, and not computed where that is None.
     """
     piece = tokens_at_once(len(weight), hidden.is_cuda)
     loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -58,7 +58,8 @@ def linear_cross_entropy(
         partial, signal = softmax(part @ weight.t(), labels, scale)
         loss += partial
         torch.mm(signal, weight, out=gradient[start : start + piece])
-        add_product(weight_gradient, signal.t(), part)
+        if weight_gradient is not None:
+            add_product(weight_gradient, signal.t(), part)
     return loss, gradient
 
 

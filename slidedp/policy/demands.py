@@ -156,9 +156,12 @@ def _tiles_again(mode: str, w: Workload, r: Rates, layout: Layout) -> float:
 
 def _logits_again(w: Workload, layout: Layout) -> float:
     """How much longer the loss takes where the logits of a vocabulary in pieces are computed two or, with
-    tied embeddings, three times: 8 or 10 FLOPs per weight and token instead of 6."""
+    tied embeddings that are trained, three times: 8 or 10 FLOPs per weight and token instead of 6; 6 instead
+    of 4 where the matrix is not trained."""
     if layout.vocabulary_pieces == 1:
         return 1.0
+    if not w.matrix_trained:
+        return 6 / 4
     return 10 / 6 if w.tied else 8 / 6
 
 

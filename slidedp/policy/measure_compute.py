@@ -53,9 +53,10 @@ def compute_rates(setup: Setup, device: Device) -> dict[str, float]:
 
     matrix = embed["weight"].detach()
     weight = matrix if is_tied(units) else head["lm_head.weight"].detach()
+    trained = not units[0 if is_tied(units) else -1].frozen
 
     def loss() -> None:
-        _head(functions, head, weight, hidden, ids)
+        _head(functions, head, weight, hidden, ids, trained)
 
     def enqueue() -> dict[str, float]:
         """Seconds of the thread that enqueues them."""
@@ -100,12 +101,13 @@ def _head(
     weight: torch.Tensor,
     hidden: torch.Tensor,
     labels: torch.Tensor,
+    trained: bool,
 ) -> None:
     """The final norm and the loss, forward and backward, as the engine computes them."""
     norm, hidden = head["norm.weight"], hidden.detach().requires_grad_()
     with torch.enable_grad():
         normed = functions.norm(norm, hidden)
-    weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
+    weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if trained else None
     _, upstream = linear_cross_entropy(
         normed.detach().flatten(0, 1), weight, labels.flatten(), 1e-4, weight_gradient, functions.softmax
     )

@@ -67,6 +67,11 @@ class Workload:
         """Index of the first layer that has a backward; layers + 1 if none has."""
         return max(1, self.lowest)
 
+    @property
+    def matrix_trained(self) -> bool:
+        """Whether the output matrix is; tied, it is the embedding's."""
+        return (0 if self.tied else self.layers + 1) not in self.frozen
+
     def trained(self, kind: int) -> int:
         """Units of a kind that are trained."""
         return (1, self.layers, 1)[kind] - sum(self.kind(unit) == kind for unit in self.frozen)

@@ -224,7 +224,8 @@ class Engine:
             hidden = hidden.detach().requires_grad_()
             with torch.enable_grad():
                 normed = self.functions.norm(norm, hidden)
-            weight_gradient = torch.zeros_like(weight, dtype=torch.float32)
+            trained = not (self.units[0] if self.tied else head).frozen
+            weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if trained else None
             loss, upstream = linear_cross_entropy(
                 normed.detach().flatten(0, 1),
                 weight,
@@ -234,10 +235,10 @@ class Engine:
                 self.functions.softmax,
             )
             gradient, norm_gradient = torch.autograd.grad(normed, [hidden, norm], upstream.view_as(normed))
-        gradients = {"norm.weight": norm_gradient}
-        if not self.tied:
-            gradients["lm_head.weight"] = weight_gradient
         if not head.frozen:
+            gradients = {"norm.weight": norm_gradient}
+            if weight_gradient is not None and not self.tied:
+                gradients["lm_head.weight"] = weight_gradient
             self._submit(step, head, gradients)
         return loss, gradient, weight_gradient if self.tied else None
 

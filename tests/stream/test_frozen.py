@@ -1,5 +1,7 @@
 """Backward ends at the first unit that is trained: below it, nothing is kept, brought again or computed."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatch
 from random import Random
@@ -10,10 +12,12 @@ import pytest
 from slidedp import Layout
 from slidedp.layout import SCHEDULES
 from slidedp.model.families import flops_per_token, load_config, skeleton
+from slidedp.model.loss import linear_cross_entropy
 from slidedp.model.units import lowest_trained, units_of
 from slidedp.policy.workload import workload_of
 from slidedp.preflight import plan
-from tests.pool import pool
+from slidedp.stream import step
+from tests.pool import pool, replaced
 from tests.stream.cases import LAYERS, ROUTES, config, expected, some_layout
 from tests.stream.test_parity import assert_parity
 
@@ -68,6 +72,33 @@ def test_nothing_happens_below(mode, pieces):
     assert {"compute forward", "deliver deliver"} == {*phases["embed"]} - {"compute head"}
     for unit in ("layers.2", "layers.3", "layers.4"):
         assert {"compute backward", "reduce reduce"} <= {*phases[unit]}
+
+
+@contextmanager
+def recording_losses(index: int | None) -> Iterator[list[bool]]:
+    """Whether each loss of this process is asked for the gradient of the output matrix."""
+    asked: list[bool] = []
+
+    def loss(hidden, weight, targets, scale, weight_gradient, softmax):
+        asked.append(weight_gradient is not None)
+        return linear_cross_entropy(hidden, weight, targets, scale, weight_gradient, softmax)
+
+    with replaced(step, "linear_cross_entropy", loss):
+        yield asked
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("freeze", ["embed", "head"])
+def test_a_matrix_that_is_not_trained_gets_no_gradient(tied, freeze):
+    run = config(Layout(), tied=tied, steps=3)
+    run = replace(run, optimizer=replace(run.optimizer, freeze=(freeze,)))
+    outcome = pool(2).run(run, patch=f"{__name__}.recording_losses")
+    assert_parity(outcome, run)
+    trained = freeze != ("embed" if tied else "head")
+    assert outcome.recorded[0] == [trained] * 3
+    planned = plan(replace(run, ranks=2))
+    matrix, w = planned.model.vocab_size * planned.model.hidden_size, workload_of(planned)
+    assert w.matrix_trained == trained and w.head_flops == (6 if trained else 4) * w.tokens * matrix
 
 
 @pytest.mark.parametrize(
