@@ -37,8 +37,9 @@ class Measured(NamedTuple):
     corrected: dict[str, Any] | None
     """The same after the run's first timeline; None where that corrected nothing."""
     rows: list[dict[str, Any]]
-    """Each a `layout`, as a dict of its fields, a `note`, `measured_seconds` and, in newer files, `busy`: the
-    part of the step in which compute did not wait."""
+    """Each a `layout`, as a dict of its fields, a `note`, `measured_seconds` and, in newer files, `busy`, the
+    part of the step in which compute did not wait, and `update_seconds` of the worker: layouts that give it
+    the same work tell whether the host was disturbed."""
     tuning_seconds: float | None = None
     """What probe, decisions and trials have cost, as the policy's last record says."""
     remark: str = ""

@@ -124,6 +124,7 @@ def measure(
                         "note": note,
                         "measured_seconds": float(steps["step_seconds"].median()),
                         "busy": float(steps["busy"].median()),
+                        "update_seconds": float(steps["update_seconds"].median()),
                     }
                 )
                 yield found

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from slidedp.host import kernels
+from slidedp.host.memory import Segment
 from slidedp.host.messages import Landed
 from slidedp.host.worker import worker_threads
 from slidedp.policy.phases import PHASES, Setup
@@ -22,11 +23,18 @@ def worker_rates(setup: Setup) -> dict[str, float]:
     kernels.set_threads(worker_threads(int(config.ranks or 1)))
     half = config.compute_dtype == "bfloat16"
     count, bits = sizes.params, np.uint16 if half else np.float32
-    master, exp_avg, exp_avg_sq = (np.zeros(count, np.float32) for _ in range(3))
-    working = np.zeros(count, np.uint16) if half else None
-    landing = np.zeros(count, bits)
-    for array in (master, exp_avg, exp_avg_sq, landing):
-        kernels.fill(array, 0.0)
+
+    def zeros(dtype: type) -> np.ndarray:
+        """Memory as a run's state has it: numpy's own begins in the middle of a cache line."""
+        memory = Segment(count * np.dtype(dtype).itemsize, "probe")
+        memory.touch()
+        array = memory.array(dtype)
+        memory.close()
+        return array
+
+    master, exp_avg, exp_avg_sq = (zeros(np.float32) for _ in range(3))
+    working = zeros(np.uint16) if half else None
+    landing = zeros(bits)
 
     def update(params: int) -> None:
         kernels.adamw_update(
@@ -65,7 +73,7 @@ def worker_rates(setup: Setup) -> dict[str, float]:
 
     found["update_latency"] = 1 / rate(chunk, 1, 0.05)
     half_count = count // 2 // 64 * 64
-    out = np.zeros(half_count, bits)
+    out = zeros(bits)[:half_count]
 
     def add() -> None:
         kernels.sum_lanes(landing, 0, half_count, 2, out)

@@ -52,12 +52,10 @@ def test_another_file_is_refused(tmp_path, text):
 
 
 def test_the_model_says_what_steps_took_on_a_gpu():
-    """Of every workload in the docs. One row is up to 26% off: its state came up all at once."""
+    """Of every workload in the docs."""
     for found in read(DOCS):
-        rows = [*predictions(found)]
-        told = accuracy(rows)
+        told = accuracy([*predictions(found)])
         assert told["layouts"] >= 30
-        errors = sorted(abs(row["predicted_seconds"] / row["measured_seconds"] - 1) for row in rows)
-        assert told["median_error"] < 0.06 and errors[-2] < 0.15 and errors[-1] < 0.27
-        assert told["rank_correlation"] > 0.93
+        assert told["median_error"] < 0.06 and told["worst_error"] < 0.15
+        assert told["rank_correlation"] > 0.945
         assert not told["choice_behind_best"] > 0.03  # where it was measured
