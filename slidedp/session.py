@@ -415,6 +415,8 @@ class Run:
         """
         if self.tuner is not None:
             raise ConfigError("tune: the run is tuned already")
+        if not isinstance(policy, AutoPolicy):
+            raise ConfigError(f"tune: {policy!r}: expected a slidedp.policy.auto.AutoPolicy")
         self.tuner = Tuner(self, policy)
         threading.Thread(target=self.tuner.follow, name="slidedp-tune", daemon=True).start()
 

@@ -100,6 +100,30 @@ def test_a_choice_that_is_refused_after_all_leaves_the_run_as_it_is(tmp_path, mo
         assert DriftWatch(run.log, policy).look() is None  # what `follow` goes on to
 
 
+def test_what_a_user_has_overruled_holds_in_the_run(tmp_path):
+    """Through the correction of the rates too, for which the policy is made anew."""
+    config = small_config(tmp_path, run_folder=str(tmp_path / "run"))
+    planned = plan(config)
+    policy = AutoPolicy(
+        planned, dataclasses.replace(H200.rates(workload_of(planned)), synchronous=True), spent=3.0
+    )
+    policy.predict()
+    route = {"delivery": "replicated", "reduction": "cpu"}
+    policy.override("route", dataclasses.replace(policy.layout, **route, gpu_updates=0, resident_updates=0))
+    with nothing_left(), launch(dataclasses.replace(config, layout=policy.predict())) as run:
+        with pytest.raises(ConfigError, match="tune: 'auto': expected a slidedp"):
+            run.tune("auto")
+        run.tune(policy)
+        until(lambda: run.tuner.policy.done, "the policy has decided")
+        until(lambda: run.layout == run.tuner.policy.layout, "the run has the chosen layout")
+        records = run.tuner.policy.records
+        tried = [c for c in records[-2].candidates if c.measured_seconds is not None]
+    assert run.tuner.policy is not policy and records[0].overridden and tried
+    for candidate in (*tried, records[-1].choice):
+        assert {field: candidate.layout[field] for field in route} == route
+    assert records[-1].cost_seconds > 3.0
+
+
 def test_what_takes_more_than_planned_leaves_less_to_plan_for():
     layout = Layout(activations="keep")
     expected = sum(under(WIDE, layout).device.values())
