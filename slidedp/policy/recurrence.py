@@ -28,6 +28,7 @@ from slidedp.policy.operations import (
 )
 from slidedp.policy.rates import Rates, Workload
 from slidedp.policy.updates import Loads, newest_first
+from slidedp.stream.program import head_in_visits
 from slidedp.stream.stash import OUTGOING
 from slidedp.stream.timeline import Span
 
@@ -80,8 +81,17 @@ def steady_step(w: Workload, r: Rates, layout: Layout, d: Demands, record: bool 
     visited = [0.0] * (2 * layers + 3)
     stash_buffers, stash_next = [0.0] * OUTGOING, 0
     fresh: dict[int, tuple[float, float]] = {}  # (first, last chunk updated) of slots that stay
-    loads = Loads(layout.update_slots)
-    now = thread = up = down = between = worker = norm_known = 0.0
+    streamed = sorted(there - stays, reverse=not in_forward)
+    chunks = [d.on_gpu[kind[unit]] for unit in streamed]
+    matrix = w.embed_params if w.tied else w.head_params
+    head_visits = head_in_visits(matrix, w.layer_params, layout.vocabulary_pieces)
+    loads = Loads(
+        layout.update_slots,
+        [bring for number, bring, *_ in chunks for _ in range(number)],
+        max(1, layers + 1 - w.first_backward) + head_visits,
+    )
+    # `down` orders what leaves one behind the other; `leaving` is the link's, which writes of state share.
+    now = thread = up = down = leaving = between = worker = norm_known = 0.0
     waits: dict[str, float] = {}
     spans: list[tuple[str, int, str, float, float]] = []
 
@@ -136,11 +146,12 @@ def steady_step(w: Workload, r: Rates, layout: Layout, d: Demands, record: bool 
             spans.append(("deliver", unit, "gather", start, end))
 
     def update_there(unit: int, ready: float) -> None:
+        nonlocal up, leaving
         if unit in stays:
-            first, last, written = loads.update_resident(d.resident[kind[unit]], ready)
+            first, last, leaving = loads.update_resident(d.resident[kind[unit]], ready, thread, leaving)
         else:
-            first, last, written = loads.update(d.on_gpu[kind[unit]], ready)
-        published[unit] = written + 2 * message
+            first, last, up, leaving = loads.update(d.on_gpu[kind[unit]], ready, thread, up, leaving)
+        published[unit] = loads.out + 2 * message
         if unit in own:
             fresh[unit] = first, last
         if record:
@@ -211,37 +222,44 @@ def steady_step(w: Workload, r: Rates, layout: Layout, d: Demands, record: bool 
                 delivered[unit] = end
                 if record:
                     spans.append(("deliver", unit, "deliver", start, end))
+                if what == DELIVER_AGAIN:
+                    up = loads.share(1, thread, up)
             elif what == REDUCE:
                 count, copy, scatter = reduce[unit]
                 if before >= 0 and consumed[before] > thread:
                     thread = consumed[before]  # its zone of the ring is another layer's still
                 start = max(thread, gradient[unit])
+                lands = unit not in there
+                free = max(down, leaving) if lands else down
                 if synchronous:
                     end = thread = start + count * (scatter + copy)
                     first = start + scatter + copy
                 elif scatter:
                     start = max(start, between)
                     between = start + count * scatter
-                    first = max(down, start + scatter) + copy
+                    first = max(free, start + scatter) + copy
                     down = end = max(between + copy, first + (count - 1) * copy)
                 else:
-                    start = max(start, down)
+                    start = max(start, free)
                     first = start + copy
                     down = end = start + count * copy
+                if lands:
+                    leaving = max(leaving, thread) + count * copy
                 reduced[unit], landed_first[unit] = end, first
                 if record:
                     spans.append(("reduce", unit, "reduce", start, end))
                 if in_turn and unit not in there:
                     worker_takes(unit, first, end)
             elif what == LOAD:
-                loads.begin(thread)
+                up = loads.begin(window + 1 + head_visits, thread, up)
             elif what == UPDATE:
                 if not in_forward:  # else once the norm is known
                     update_there(unit, reduced[unit])
                     if synchronous:
                         thread = max(thread, loads.out)
             elif what == STASH:
-                start = max(visited[unit], down, thread)
+                start = max(visited[unit], down, leaving, thread)
+                leaving = max(leaving, thread) + d.stash[unit - 1]
                 down = stashed[unit] = stash_buffers[stash_next] = start + d.stash[unit - 1]
                 stash_next = (stash_next + 1) % OUTGOING
                 if synchronous:

@@ -62,7 +62,8 @@ def bound_seconds(workload: Workload, rates: Rates, layout: Layout) -> float:
 
 
 def predict(workload: Workload, rates: Rates, layout: Layout, *, timeline: bool = False) -> Prediction:
-    """The steady step under `layout`. Costs about half a millisecond; `timeline` a little more."""
+    """The steady step under `layout`. Costs about half a millisecond, and a few where the state of
+    many units is streamed to be updated on the GPUs; `timeline` a little more."""
     tasks = demands(workload, rates, layout)
     busy = busy_seconds(workload, rates, layout, tasks)
     steady = steady_step(workload, rates, layout, tasks, record=timeline)

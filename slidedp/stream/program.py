@@ -189,6 +189,13 @@ def transfers(
     return [transfer for _, transfer in sorted(placed, key=lambda p: (p[0], rank[type(p[1])]))]
 
 
+def head_in_visits(matrix: int, layer: int, pieces: int) -> int:
+    """How many of backward's visits the loss takes as long as, by its FLOPs: parameters of the output matrix
+    and of a layer. The link up has nothing to bring meanwhile but state for updates on the GPU; 0 where the
+    vocabulary comes up in pieces."""
+    return matrix // layer if pieces == 1 else 0
+
+
 def evaluation(layers: int, tied: bool, pieces: int = 1) -> list[Transfer]:
     """The deliveries of a forward pass that nothing follows: every slot is free after its visit."""
     visits = Visits(layers)

@@ -23,9 +23,10 @@ from slidedp.host.messages import Coefficients
 from slidedp.layout import Layout
 from slidedp.model.units import Unit, aligned, chunks, frozen_units, lowest_trained, padded_numel, shard
 from slidedp.stream.adamw import adamw_update
-from slidedp.stream.buffers import Buffers
+from slidedp.stream.buffers import Buffers, is_tied
 from slidedp.stream.context import Context
 from slidedp.stream.device import Device, Signal, on
+from slidedp.stream.program import head_in_visits
 from slidedp.stream.timeline import Timeline
 from slidedp.stream.transport import UPDATE, Offer, Transport
 
@@ -157,14 +158,16 @@ class ShardUpdate:
         self._gradients = {part.key: part.gradient for parts in self._parts.values() for part in parts}
         resident = layout.resident_on_gpu(layers, frozen)
         streamed = [part for i in order if i not in resident for part in self._parts[i]]
+        matrix, layer = state.units[0 if is_tied(state.units) else -1].numel, state.units[1].numel
+        head = head_in_visits(matrix, layer, layout.vocabulary_pieces)
         visits = max(1, layers + 1 - lowest_trained(state.units))  # of backward
-        self._slices = _shared_out(streamed, visits)
+        self._slices = _shared_out(streamed, visits + head)
         numels = update_numels(state.units, layout, ranks, state.dtype.itemsize)
         entries = min(layout.update_slots, len(streamed))
         self._ring = deque(_State(device, numels.ring // entries) for _ in range(entries))
         count = min(layout.update_slots, len(self._gradients))
         self._outs = deque(_Out(device, numels.out // count, state.dtype) for _ in range(count))
-        self._ahead = min(layout.window, layers) + 1
+        self._ahead = min(layout.window, layers) + 1 + head
         self._position = self._begun = self._taken = self._due = 0
         self._loaded: deque[_State] = deque()
         self._written: dict[tuple[int, int], Signal] = {}

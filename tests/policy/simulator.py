@@ -73,6 +73,17 @@ class Stream:
         self._idle = True
 
 
+class Engine:
+    """A copy engine: serves streams in the order in which they ask."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock, self._free = clock, 0.0
+
+    def use(self, seconds: float) -> Activity:
+        self._free = max(self._free, self._clock.now) + seconds
+        yield self._free - self._clock.now
+
+
 class Events(dict):
     def __missing__(self, key: Any) -> Event:
         return self.setdefault(key, Event())
@@ -92,6 +103,7 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
     clock, events, visits = Clock(), Events(), Visits(w.layers)
     up, down, between = Stream(clock), Stream(clock), Stream(clock)
     state_in, updates, state_out = Stream(clock), Stream(clock), Stream(clock)
+    engine_up, engine_down = Engine(clock), Engine(clock)
     head, frozen = w.layers + 1, frozenset(w.frozen)
     trained = [unit for unit in range(head + 1) if unit not in frozen]
     lowest = trained[0]
@@ -112,15 +124,18 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
         for _ in range(number):
             yield left / number
 
-    def serve(seconds: float, waits: list[Any], done: Any) -> Activity:
+    def serve(seconds: float, waits: list[Any], done: Any, engine: Engine | None = None) -> Activity:
         """Waits for other things, takes its time on a stream, and is done."""
         for key in waits:
             yield events[key]
-        yield seconds
+        if engine is None:
+            yield seconds
+        else:
+            yield from engine.use(seconds)
         clock.fire(events[done])
 
     def copy_up(size: float, waits: list[Any], done: Any) -> Activity:
-        return serve(size / r.up_all + r.copy_latency, waits, done)
+        return serve(size / r.up_all + r.copy_latency, waits, done, engine_up)
 
     def gather(size: float, waits: list[Any], done: Any) -> Activity:
         return serve(size / r.all_gather + r.collective_latency, waits, done)
@@ -129,19 +144,57 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
         return serve(size / r.reduce_scatter + r.collective_latency, waits, done)
 
     def land(size: float, waits: list[Any], done: Any) -> Activity:
-        return serve(size / r.down_all + r.copy_latency, waits, done)
+        return serve(size / r.down_all + r.copy_latency, waits, done, engine_down)
 
     order = sorted(there, reverse=layout.schedule == "in_backward")
     pieces = [(unit, i, size / w.itemsize / w.ranks) for unit in order for i, size in enumerate(chunks(unit))]
     moving = [piece for piece in pieces if piece[0] not in resident]
 
-    def load(step: int, place: int) -> Activity:
-        """Brings up the state of the place-th piece of a step once its buffer and its last writing allow."""
-        unit, chunk, share = moving[place]
-        waits: list[Any] = [("written", step - 1, unit, chunk)] if step else []
-        if place >= layout.update_slots:
-            waits.append(("written", step, *moving[place - layout.update_slots][:2]))
-        return serve(share * 12 / 14 / r.gpu_update, waits, ("loaded", step, unit, chunk))
+    # The head counts as so many visits, if the vocabulary is in one piece.
+    as_visits = (w.embed_params if w.tied else w.head_params) // w.layer_params
+    shares = max(1, w.layers + 1 - max(lowest, 1)) + as_visits
+    # (piece, from, to, share), in parameters: cut where one share ends.
+    slices: list[tuple[int, float, float, int]] = []
+    whole, before = sum(share for *_, share in moving), 0.0
+    for place, (*_, numel) in enumerate(moving):
+        first = 0.0
+        while first < numel - 1e-6:
+            share_of = int((before + first) / whole * shares + 1e-9)
+            last = min(numel, (share_of + 1) * whole / shares - before)
+            slices.append((place, first, last, share_of))
+            first = last
+        before += numel
+    loads = {"slice": 0, "begun": 0, "taken": 0, "due": 0}
+
+    def load_next(step: int) -> None:
+        """A slice of the state comes up once its buffer and its last writing allow."""
+        place, first, last, _ = slices[loads["slice"]]
+        unit, chunk, numel = moving[place]
+        loads["slice"] += 1
+        waits: list[Any] = []
+        if not first:
+            loads["begun"] += 1
+            waits += [("written", step - 1, unit, chunk)] if step else []
+            if place >= layout.update_slots:
+                waits.append(("written", step, *moving[place - layout.update_slots][:2]))
+        key = ("loaded", step, unit, chunk)
+        done: Any = key if last > numel - 1e-6 else (*key, first)
+        state_in.put(serve((last - first) * 12 / 14 / r.gpu_update, waits, done, engine_up))
+
+    def load_due(step: int) -> None:
+        while loads["slice"] < len(slices):
+            _, first, _, share_of = slices[loads["slice"]]
+            full = not first and loads["begun"] == loads["taken"] + layout.update_slots
+            if full or share_of >= loads["due"]:
+                return
+            load_next(step)
+
+    def load_share(step: int, number: int, behind: Any) -> None:
+        """Behind a delivery."""
+        loads["due"] += number
+        if behind is not None:
+            state_in.put(serve(0.0, [behind], ("share", step, loads["due"])))
+        load_due(step)
 
     def update_chunk(step: int, unit: int, chunk: int, share: float) -> Activity:
         waits: list[Any] = [("landed", step, unit, chunk)]
@@ -152,19 +205,20 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
     def write(step: int, unit: int, chunk: int, share: float) -> Activity:
         waits = [("updated", step, unit, chunk)]
         size = w.itemsize if unit in resident else 14
-        return serve(share * size / 14 / r.gpu_update, waits, ("written", step, unit, chunk))
+        return serve(share * size / 14 / r.gpu_update, waits, ("written", step, unit, chunk), engine_down)
 
     def publish_written(step: int, unit: int, chunk: int) -> Activity:
         return serve(2 * r.message_latency, [("written", step, unit, chunk)], ("published", step + 1, unit))
 
     def transfer_thread() -> Activity:
         occupant: dict[Any, Any] = {}
+        came_up: Any = None
         for step in range(steps):
             fetches: list[int] = []
             for t in program:
                 if isinstance(t, Load):
-                    for place in range(len(moving)):
-                        state_in.put(load(step, place))
+                    loads.update(dict.fromkeys(loads, 0))
+                    load_share(step, window + 1 + as_visits, came_up)
                     continue
                 unit = t.unit
                 if isinstance(t, Update):
@@ -172,9 +226,16 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
                         yield events["coefficients", step]
                     number = len(list(chunks(unit)))
                     for each, chunk, share in pieces:
-                        if each == unit:
-                            updates.put(update_chunk(step, unit, chunk, share))
-                            state_out.put(write(step, unit, chunk, share))
+                        if each != unit:
+                            continue
+                        place = -1 if unit in resident else moving.index((each, chunk, share))
+                        while loads["slice"] < len(slices) and slices[loads["slice"]][0] <= place:
+                            load_next(step)
+                        updates.put(update_chunk(step, unit, chunk, share))
+                        state_out.put(write(step, unit, chunk, share))
+                        if place >= 0:
+                            loads["taken"] += 1
+                            load_due(step)
                     clock.start(publish_written(step, unit, number - 1))
                 elif isinstance(t, Deliver):
                     fresh = step and t.visit <= window and unit in there
@@ -192,9 +253,13 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
                             between.put(gather(size, [("updated", step - 1, unit, i)], done))
                         elif layout.delivery == "replicated":
                             up.put(copy_up(size, free, done))
+                            came_up = done
                         else:
-                            up.put(copy_up(size / w.ranks, free, (*key, i, "copied")))
+                            came_up = (*key, i, "copied")
+                            up.put(copy_up(size / w.ranks, free, came_up))
                             between.put(gather(size, [*free, (*key, i, "copied")], done))
+                    if t.visit > visits.head and there:
+                        load_share(step, 1, came_up)
                 elif isinstance(t, Reduce) and unit in frozen:
                     continue
                 elif isinstance(t, Reduce):
@@ -220,13 +285,14 @@ def simulate(w: Workload, r: Rates, layout: Layout, steps: int = 5) -> Simulated
                     down.put(serve(0.0, [], ("reduced", step, unit)))
                 elif isinstance(t, Stash):
                     held = ("visited", step, visits.forward(unit))
-                    down.put(serve(away[unit - 1] / r.down_all, [held], ("stashed", step, unit)))
+                    size = away[unit - 1] / r.down_all
+                    down.put(serve(size, [held], ("stashed", step, unit), engine_down))
                 elif isinstance(t, Fetch):
                     waits = [("stashed", step, unit)]
                     if len(fetches) >= 2:
                         waits.append(("visited", step, visits.backward(fetches[-2])))
                     fetches.append(unit)
-                    up.put(serve(away[unit - 1] / r.up_all, waits, ("fetched", step, unit)))
+                    up.put(serve(away[unit - 1] / r.up_all, waits, ("fetched", step, unit), engine_up))
 
     def compute_thread() -> Activity:
         outgoing: list[Any] = []

@@ -114,8 +114,7 @@ def test_agrees_with_a_simulator_that_moves_every_chunk(layout, frozen, tied, wi
         host_memory=1e15,
     )
     p = predict(workload, rates, layout)
-    # The simulator has a link of its own for the state of updates on the GPU.
-    expected = max(simulate(workload, rates, layout).step, p.demand["to_device"], p.demand["to_host"])
+    expected = simulate(workload, rates, layout).step
     # One in some hundred random layouts is 6.2% off: GPU updates through a ring of two buffers.
     assert p.step_seconds == pytest.approx(expected, rel=0.08)
 
