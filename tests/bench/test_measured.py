@@ -57,5 +57,5 @@ def test_the_model_says_what_steps_took_on_a_gpu():
         told = accuracy([*predictions(found)])
         assert told["layouts"] >= 30
         assert told["median_error"] < 0.06 and told["worst_error"] < 0.15
-        assert told["rank_correlation"] > 0.945
+        assert told["rank_correlation"] > 0.95
         assert not told["choice_behind_best"] > 0.03  # where it was measured
