@@ -3,8 +3,7 @@
 from slidedp.policy.demands import GpuUpdate
 
 ROUNDING = 1e-9
-
-
+"""Part of a share that is no part of the next one."""
 Slice = tuple[int, float, int, bool, bool]
 """A part of a chunk's state that comes up with one share: place of the chunk in the order of updates,
 seconds, share, and whether it is the chunk's first, which takes a buffer, and its last."""
