@@ -110,7 +110,8 @@ def test_one_step_of_more_tokens_than_the_model_has_positions(model):
     config = AutoConfig.from_pretrained(model)
     length = config.max_position_embeddings + 16
     (measured,) = run_layouts(config, 1, [Layout(activations="recompute")], length=length, steps=1)
-    assert measured["steps"] == 1 and measured["tokens_per_second"] * measured["step_seconds"] == length
+    tokens = measured["tokens_per_second"] * measured["step_seconds"]
+    assert measured["steps"] == 1 and tokens == pytest.approx(length)
 
 
 def test_steps_during_a_save_are_told_apart(model):
