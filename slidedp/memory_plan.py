@@ -12,7 +12,7 @@ from slidedp.host.state import aligned_numel, unit_starts
 from slidedp.layout import NOTHING
 from slidedp.model.footprint import kept_per_token
 from slidedp.model.units import Unit, lowest_trained, pieces_of
-from slidedp.stream.buffers import buffer_numels, is_tied
+from slidedp.stream.buffers import buffer_numels, is_tied, output_matrix
 from slidedp.stream.program import FETCH_AHEAD
 from slidedp.stream.stash import OUTGOING, stash_numel
 from slidedp.stream.transport import staging_shape
@@ -33,19 +33,16 @@ PROCESS_BYTES, RANK_BYTES = GIB // 2, 2 * GIB
 PER_PAGE = 8, 16
 """Bytes for each 4 KiB page: of the tables of every process that maps it, and, estimated, of the driver of
 every GPU that it is registered with."""
+Bytes = dict[str, int]
+"""By purpose."""
 OFFLOADED, SPILLED = "offloaded layer inputs", "spilled intermediates (estimate)"
 INPUTS, KEPT = "kept layer inputs", "kept intermediates (estimate)"
 RINGS, MOVING = "offload rings", "spilled layers on their way (estimate)"
 
 
-def host_bytes(
-    config: Config,
-    model: Any,
-    units: tuple[Unit, ...],
-    dtype: torch.dtype,
-    alike: dict[str, int] | None = None,
-) -> dict[str, int]:
+def host_bytes(config: Config, model: Any, units: tuple[Unit, ...], alike: Bytes | None = None) -> Bytes:
     """Of the whole machine. `alike`: that of a run whose layout differs in activations alone."""
+    dtype = DTYPES[str(config.compute_dtype)]
     sizes = _buffers_on_host(config, units, dtype) if alike is None else dict(alike)
     ranks, modes = int(config.ranks or 1), _modes(config, units)
     width = units[-1].parameters[-1].numel
@@ -62,15 +59,10 @@ def host_bytes(
     return {name: size for name, size in sizes.items() if size}
 
 
-def device_bytes(
-    config: Config,
-    model: Any,
-    units: tuple[Unit, ...],
-    dtype: torch.dtype,
-    alike: dict[str, int] | None = None,
-) -> dict[str, int]:
+def device_bytes(config: Config, model: Any, units: tuple[Unit, ...], alike: Bytes | None = None) -> Bytes:
     """Of one rank. Buffers exactly; activations and workspace by formula (estimates, named as such).
     `alike`: that of a run whose layout differs in activations alone."""
+    dtype = DTYPES[str(config.compute_dtype)]
     sizes = _buffers_on_device(config, model, units, dtype) if alike is None else dict(alike)
     tokens, modes, part = _tokens(config), _modes(config, units), _kept_part(config)
     width = units[-1].parameters[-1].numel
@@ -95,7 +87,7 @@ def intermediates_per_token(config: Config, model: Any) -> int:
     return kept - model.hidden_size * dtype.itemsize
 
 
-def _buffers_on_host(config: Config, units: tuple[Unit, ...], dtype: torch.dtype) -> dict[str, int]:
+def _buffers_on_host(config: Config, units: tuple[Unit, ...], dtype: torch.dtype) -> Bytes:
     total, ranks = unit_starts(units)[-1], int(config.ranks or 1)
     return {
         "FP32 master weights": 4 * total,
@@ -106,9 +98,7 @@ def _buffers_on_host(config: Config, units: tuple[Unit, ...], dtype: torch.dtype
     }
 
 
-def _buffers_on_device(
-    config: Config, model: Any, units: tuple[Unit, ...], dtype: torch.dtype
-) -> dict[str, int]:
+def _buffers_on_device(config: Config, model: Any, units: tuple[Unit, ...], dtype: torch.dtype) -> Bytes:
     ranks, size, gradient = int(config.ranks or 1), dtype.itemsize, config.gradient_dtype.itemsize
     layout = config.layout
     shapes = buffer_numels(units, layout, ranks)
@@ -159,7 +149,7 @@ def _workspaces(config: Config, model: Any, units: tuple[Unit, ...], dtype: torc
     pieces = pieces_of(units[0], layout.vocabulary_pieces, int(config.ranks or 1))
     logits = 6 if compiled else 24  # bytes each: with those in FP32 that eager mode makes on the way
     tied = is_tied(units)
-    trained = not units[0 if tied else -1].frozen  # the output matrix
+    trained = not output_matrix(units).frozen
     # Of its gradient: BF16 products on a GPU add to the sum themselves.
     per_weight = 0 if not trained else 4 if config.device == "cuda" and size == 2 else 8
     if len(pieces) == 1:

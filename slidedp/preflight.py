@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from slidedp.config import DTYPES, Config
+from slidedp.config import Config
 from slidedp.errors import ConfigError
 from slidedp.fielddocs import with_field_docs
 from slidedp.gpus import free_gpu_bytes, reach_one_another
@@ -179,13 +179,12 @@ def plan(config: Config) -> Plan:
     units = units_of(model, config.optimizer.freeze)
     check_groups(units, config.optimizer)
     experts_of(model_config, config.router_aux_loss_coef)  # refuses a dense model's
-    dtype = DTYPES[str(config.compute_dtype)]
     return Plan(
         config=config,
         model=model_config,
         units=units,
-        host=host_bytes(config, model_config, units, dtype),
-        device=device_bytes(config, model_config, units, dtype),
+        host=host_bytes(config, model_config, units),
+        device=device_bytes(config, model_config, units),
         host_available=_host_available(config),
         device_available=_device_available(config),
     )
@@ -206,7 +205,7 @@ def under(existing: Plan, layout: Layout) -> Plan:
     before, config = existing.config.layout, dataclasses.replace(existing.config, layout=layout)
     alike = dataclasses.replace(layout, activations=before.activations, partial_budget=before.partial_budget)
     on_host, on_device = (existing.host, existing.device) if alike == before else (None, None)
-    of = config, existing.model, existing.units, DTYPES[str(config.compute_dtype)]
+    of = config, existing.model, existing.units
     return dataclasses.replace(
         existing, config=config, host=host_bytes(*of, on_host), device=device_bytes(*of, on_device)
     )

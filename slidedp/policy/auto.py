@@ -153,7 +153,7 @@ class AutoPolicy:
         cost = self.spent + sum(record.cost_seconds for record in self.records)
         policy = AutoPolicy(plan, rates, trial, cost)
         overruled = [record for record in self.records if record.overridden]
-        while len(overruled) and (record := policy.decide()) is not None:
+        while overruled and (record := policy.decide()) is not None:
             if record.stage == overruled[0].stage:
                 policy.override(record.stage, Layout(**overruled.pop(0).choice.layout))
         return policy

@@ -11,7 +11,7 @@ from slidedp.model.loss import linear_cross_entropy
 from slidedp.model.units import Unit
 from slidedp.policy.phases import SUSTAINED, Setup, compute_seconds, enqueue_seconds
 from slidedp.stream.activations import Activations, Keep, LayerCall, Parameters, Recompute
-from slidedp.stream.buffers import is_tied
+from slidedp.stream.buffers import is_tied, output_matrix
 from slidedp.stream.compiled import model_functions
 from slidedp.stream.device import Device
 from slidedp.stream.functions import ModelFunctions
@@ -53,7 +53,7 @@ def compute_rates(setup: Setup, device: Device) -> dict[str, float]:
 
     matrix = embed["weight"].detach()
     weight = matrix if is_tied(units) else head["lm_head.weight"].detach()
-    trained = not units[0 if is_tied(units) else -1].frozen
+    trained = not output_matrix(units).frozen
 
     def loss() -> None:
         _head(functions, head, weight, hidden, ids, trained)

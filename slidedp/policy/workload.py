@@ -6,7 +6,7 @@ from slidedp.model.families import active_parameters
 from slidedp.model.units import frozen_units
 from slidedp.policy.rates import Workload
 from slidedp.preflight import Plan
-from slidedp.stream.buffers import is_tied
+from slidedp.stream.buffers import is_tied, output_matrix
 
 
 def workload_of(plan: Plan) -> Workload:
@@ -19,7 +19,6 @@ def workload_of(plan: Plan) -> Workload:
     # 2 FLOPs per parameter and token, and half of the attention matrix, as it is causal.
     attention = 2.0 * model.num_attention_heads * head_dim * config.sequence_length
     active = active_parameters(model, {p.name: p.numel for p in units[1].parameters})
-    trained = not units[0 if is_tied(units) else -1].frozen  # the output matrix
     mlp = {p.name: p.numel for p in units[1].parameters if p.local.startswith("mlp.")}
     return Workload(
         layers=len(units) - 2,
@@ -35,7 +34,10 @@ def workload_of(plan: Plan) -> Workload:
         kept_bytes=tokens * intermediates_per_token(config, model),
         layer_flops=tokens * (2.0 * active + attention),
         mlp_flops=tokens * 2.0 * active_parameters(model, mlp),
-        head_flops=(6.0 if trained else 4.0) * tokens * model.vocab_size * model.hidden_size,
+        head_flops=(4.0 if output_matrix(units).frozen else 6.0)
+        * tokens
+        * model.vocab_size
+        * model.hidden_size,
         compiled=bool(config.compile),
         frozen=tuple(sorted(frozen_units(units))),
     )

@@ -115,6 +115,11 @@ def is_tied(units: tuple[Unit, ...]) -> bool:
     return all(p.local != "lm_head.weight" for p in units[-1].parameters)
 
 
+def output_matrix(units: tuple[Unit, ...]) -> Unit:
+    """The unit that holds it: the embedding where it is tied, else the head."""
+    return units[0 if is_tied(units) else -1]
+
+
 def buffer_numels(units: tuple[Unit, ...], layout: Layout, ranks: int) -> dict[str, list[int]]:
     """Elements of every slot and gradient buffer of one rank, by kind."""
     layer = max(padded_numel(unit, ranks) for unit in units[1:-1])

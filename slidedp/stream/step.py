@@ -29,7 +29,7 @@ from slidedp.stream.activations import (
     Recompute,
     Spill,
 )
-from slidedp.stream.buffers import Buffers, is_tied
+from slidedp.stream.buffers import Buffers, is_tied, output_matrix
 from slidedp.stream.context import Context
 from slidedp.stream.functions import Batch, Passed
 from slidedp.stream.program import Visits
@@ -224,7 +224,7 @@ class Engine:
             hidden = hidden.detach().requires_grad_()
             with torch.enable_grad():
                 normed = self.functions.norm(norm, hidden)
-            trained = not (self.units[0] if self.tied else head).frozen
+            trained = not output_matrix(self.units).frozen
             weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if trained else None
             loss, upstream = linear_cross_entropy(
                 normed.detach().flatten(0, 1),

@@ -23,7 +23,7 @@ from slidedp.host.messages import Coefficients
 from slidedp.layout import Layout
 from slidedp.model.units import Unit, aligned, chunks, frozen_units, lowest_trained, padded_numel, shard
 from slidedp.stream.adamw import adamw_update
-from slidedp.stream.buffers import Buffers, is_tied
+from slidedp.stream.buffers import Buffers, output_matrix
 from slidedp.stream.context import Context
 from slidedp.stream.device import Device, Signal, on
 from slidedp.stream.program import head_in_visits
@@ -158,8 +158,8 @@ class ShardUpdate:
         self._gradients = {part.key: part.gradient for parts in self._parts.values() for part in parts}
         resident = layout.resident_on_gpu(layers, frozen)
         streamed = [part for i in order if i not in resident for part in self._parts[i]]
-        matrix, layer = state.units[0 if is_tied(state.units) else -1].numel, state.units[1].numel
-        head = head_in_visits(matrix, layer, layout.vocabulary_pieces)
+        matrix, layer = output_matrix(state.units), state.units[1]
+        head = head_in_visits(matrix.numel, layer.numel, layout.vocabulary_pieces)
         visits = max(1, layers + 1 - lowest_trained(state.units))  # of backward
         self._slices = _shared_out(streamed, visits + head)
         numels = update_numels(state.units, layout, ranks, state.dtype.itemsize)
