@@ -88,20 +88,22 @@ def demands(w: Workload, r: Rates, layout: Layout) -> Demands:
     moved = traffic(w, r.peers, layout)
     links = moved.links(r)
     in_forward = layout.schedule == "in_forward"
+    sizes = (w.embed_params, w.layer_params, w.head_params)
+    updates = _worker(sizes, w, r, layout, moved, links.times(r.under_update))
+    share = _worker_share(updates, w, r, layout)
+    under = 1 - (1 - r.under_update) * share
     # Beside the worker. Only `in_forward` lets it rest: in backward, unless it sums lanes there.
-    busy = links.times(r.under_update)
+    busy = links.times(under)
     in_backward = links if in_forward and lanes(w, layout) == 1 else busy
     up_first, down_first = seconds_per_byte(moved.forward_up, moved.forward_down, busy)
     up_again, down_last = seconds_per_byte(moved.backward_up, moved.backward_down, in_backward)
 
-    sizes = (w.embed_params, w.layer_params, w.head_params)
     delivers = [_deliver(p, w, r, layout, moved, up_first) for p in w.delivered_params(layout)]
     reduces = [_reduce(p, w, r, layout, moved, down_last) for p in sizes]
-    updates = _worker(sizes, w, r, layout, moved, busy)
-    slower = _beside_worker(updates, w, r, layout)
+    slower = 1 + (r.enqueue_under_update - 1) * share
     enqueue_forward, enqueue_backward = (slower * seconds for seconds in _enqueueing(w, r, layout))
     away = w.away_bytes(layout)
-    on_gpu = _gpu_updates(sizes, w, r, layout, links, 12, 14)
+    on_gpu = _gpu_updates(sizes, w, r, layout, busy, under, 12, 14)
     backwards = w.layers + 1 - w.first_backward
     beside = _beside_compute(w, layout, on_gpu) / (w.layers if in_forward else max(1, backwards))
     modes = w.modes(layout)
@@ -126,7 +128,7 @@ def demands(w: Workload, r: Rates, layout: Layout) -> Demands:
         update=updates,
         lane_sum=_lane_sums(sizes, w, r, layout),
         on_gpu=on_gpu,
-        resident=_gpu_updates(sizes, w, r, layout, links, 0, w.itemsize),
+        resident=_gpu_updates(sizes, w, r, layout, busy, under, 0, w.itemsize),
         stash=[size * down_first for size in away],
         fetch=[size * up_again for size in away],
         forward=r.forward + (beside if in_forward else 0.0),
@@ -222,12 +224,13 @@ def _enqueueing(w: Workload, r: Rates, layout: Layout) -> tuple[float, float]:
     )
 
 
-def _beside_worker(updates: list[float], w: Workload, r: Rates, layout: Layout) -> float:
-    """How much longer enqueueing takes for the part of a step in which the worker updates."""
+def _worker_share(updates: list[float], w: Workload, r: Rates, layout: Layout) -> float:
+    """The part of a step in which the worker updates, beside which links are slower and enqueueing takes
+    longer."""
     elsewhere = w.updated_on_gpu(layout) | {*w.frozen}
     worker = sum(updates[w.kind(unit)] for unit in range(w.layers + 2) if unit not in elsewhere)
     compute = w.layers * r.forward + (w.layers + 1 - w.first_backward) * r.backward_keep + r.head
-    return 1 + (r.enqueue_under_update - 1) * min(1.0, worker / compute)
+    return min(1.0, worker / compute)
 
 
 # --- updates ------------------------------------------------------------------------------------
@@ -290,17 +293,22 @@ def _lane_sums(sizes: tuple[int, ...], w: Workload, r: Rates, layout: Layout) ->
 
 
 def _gpu_updates(
-    sizes: tuple[int, ...], w: Workload, r: Rates, layout: Layout, links: LinkRates, up: int, down: int
+    sizes: tuple[int, ...],
+    w: Workload,
+    r: Rates,
+    layout: Layout,
+    busy: LinkRates,
+    under: float,
+    up: int,
+    down: int,
 ) -> list[GpuUpdate]:
     """`up` and `down`: bytes per parameter. Where the rate of 12 up and 14 down is measured as a whole, the
-    way down is the longer one."""
-    beside_worker = updated_there(w, layout) < w.trained_params
+    way down is the longer one. `under` is what the worker leaves of it."""
     found = []
     for params in sizes:
         count, _ = _chunks(params, w, layout)
         share = params / w.ranks / count
-        per_byte = 1 / r.gpu_update / 14 if r.gpu_update else 1 / links.both
-        per_byte /= r.under_update if beside_worker else 1.0
+        per_byte = 1 / (14 * under * r.gpu_update) if r.gpu_update else 1 / busy.both
         times = share * up * per_byte, share * 28 / r.device_copy, share * down * per_byte
         found.append(GpuUpdate(count, *times))
     return found
