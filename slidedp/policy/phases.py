@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
     """Bytes of one collective."""
 
 
-ON_CUDA = Sizes(0.3, 64 * 2**20, 512 * 2**20, 64 * 2**20, 64 * 2**20)
+ON_CUDA = Sizes(0.4, 64 * 2**20, 512 * 2**20, 64 * 2**20, 64 * 2**20)
 ON_CPU = Sizes(0.1, 4 * 2**20, 32 * 2**20, 4 * 2**20, 4 * 2**20)
 
 # (name, whether only rank 0 copies, copies up, copies down, the worker updates)

@@ -38,7 +38,7 @@ from slidedp.preflight import Plan, plan
 from slidedp.stream.device import Device
 from slidedp.stream.group import join_ranks
 
-CACHE_VERSION = 8
+CACHE_VERSION = 9
 
 
 def probe(run: Plan | Config, *, fresh: bool = False) -> Rates:
