@@ -211,7 +211,7 @@ def _adamw(p, m, v, working, landing, offset, lane_stride, lanes, c, threads, ta
     scale, keep, one_b1, b2, one_b2, inv_root, eps, rate = c
     blocks = _blocks(p)
     for _ in prange(threads):
-        first = _take(taken, _RUN)  # type: ignore[call-arg]  # the compiler adds its context
+        first = _take(taken, _RUN)  # type: ignore[call-arg, var-annotated]  # the compiler adds its context
         while first < blocks:
             for k in range(first, min(first + _RUN, blocks)):
                 pk, mk, vk = _block(p, k), _block(m, k), _block(v, k)
@@ -228,7 +228,7 @@ def _adamw(p, m, v, working, landing, offset, lane_stride, lanes, c, threads, ta
                     wk = _block(working, k)
                     for i in range(pk.size):
                         wk[i] = _round_bf16(pk[i])
-            first = _take(taken, _RUN)  # type: ignore[call-arg]
+            first = _take(taken, _RUN)
 
 
 def adamw_update(
@@ -275,7 +275,7 @@ def adamw_update(
     )
     c = tuple(np.float32(x) for x in factors)
     where = int(offset), int(lane_stride), int(lanes)
-    threads = numba.get_num_threads()  # type: ignore[attr-defined]
+    threads = numba.get_num_threads()
     _adamw(master, exp_avg, exp_avg_sq, working, landing, *where, c, threads, np.zeros(1, np.int64))
 
 

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import itemgetter
+from statistics import median
 from typing import Any, NamedTuple
 
 from slidedp.errors import ConfigError
@@ -31,10 +32,10 @@ CAUTION = 1.3
 
 
 class Trial(NamedTuple):
-    """What real steps under one layout took."""
+    """What real steps under one layout took, once or several times."""
 
     seconds: float
-    """Median of the steps that count."""
+    """Median of the steps that count; of several times, the median of these."""
     steps: int
     """All steps run under the layout, those that settle it included."""
     wall: float
@@ -71,6 +72,7 @@ class Candidates:
         self._workloads = {plan.config.layout.mlp_tile_tokens > 0: self.workload}
         self.trials: dict[Layout, Trial] = {}
         """Real steps so far, by layout."""
+        self._rounds: dict[Layout, list[Trial]] = {}
         self.known: dict[Layout, Candidate] = {}
         """All that were predicted, by layout."""
         self._plans: dict[Layout, Plan] = {}
@@ -119,9 +121,12 @@ class Candidates:
         return self._plans[layout]
 
     def measured(self, layout: Layout, trial: Trial) -> None:
-        """Real steps were run under a layout."""
-        self.trials[layout] = trial
-        self.known[layout] = dataclasses.replace(self.of(layout), measured_seconds=trial.seconds)
+        """Real steps were run under a layout, maybe not for the first time."""
+        rounds = self._rounds.setdefault(layout, [])
+        rounds.append(trial)
+        seconds, steps, wall = zip(*rounds, strict=True)
+        self.trials[layout] = Trial(median(seconds), sum(steps), sum(wall))
+        self.known[layout] = dataclasses.replace(self.of(layout), measured_seconds=median(seconds))
 
     def filled(self, layout: Layout) -> Layout:
         """`layout` with the activation modes that suit it best; as it is if none fits."""

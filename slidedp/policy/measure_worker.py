@@ -47,7 +47,8 @@ def worker_rates(setup: Setup) -> dict[str, float]:
     def rate(work: Callable[[], Any], amount: float, seconds: float) -> float:
         """Of the median call in the second half of so many seconds: cores that have slept are slow at first.
         Probes on an H200's host told less of the worker alone than of the worker beside the links."""
-        times, begun = [], time.perf_counter()
+        times: list[float] = []
+        begun = time.perf_counter()
         while not times or time.perf_counter() - begun < seconds:
             call = time.perf_counter()
             work()

@@ -105,8 +105,12 @@ def _ways(c: Candidates, now: Layout) -> Iterator[tuple[Layout, str]]:
                     gpu_updates=count,
                     resident_updates=resident,
                 )
+                # A way that is as fast as another behind deliveries may be the faster one without them.
+                found = c.best(map(c.filled, (layout, dataclasses.replace(layout, window=c.workload.layers))))
+                found = found or c.filled(layout)
                 where = f", {count} on GPUs" if count else ""
-                yield c.filled(layout), name + where + ", resident" * bool(resident)
+                stay = ", all layers stay" * (found.window > now.window)
+                yield found, name + where + ", resident" * bool(resident) + stay
 
 
 def _buffers(c: Candidates, now: Layout, gradient_slots: set[int]) -> Iterator[tuple[Layout, str]]:
